@@ -1,0 +1,41 @@
+"""crosscut: tensor parallelism that is proved equal, measured and made to pay.
+
+The names below load torch when they are first used, not before::
+
+    import crosscut as cc
+
+    mesh = cc.init_mesh(tp=2)
+    up = cc.ColumnParallelLinear(4096, 14336, mesh=mesh)
+    down = cc.RowParallelLinear(14336, 4096, mesh=mesh)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from crosscut.version import __version__
+
+if TYPE_CHECKING:
+    from crosscut.distributed import Mesh, init_mesh
+    from crosscut.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+
+_HOMES = {
+    "ColumnParallelLinear": "crosscut.layers",
+    "Mesh": "crosscut.distributed",
+    "ParallelMLP": "crosscut.layers",
+    "RowParallelLinear": "crosscut.layers",
+    "init_mesh": "crosscut.distributed",
+}
+
+__all__ = ["ColumnParallelLinear", "Mesh", "ParallelMLP", "RowParallelLinear", "__version__", "init_mesh"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'crosscut' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

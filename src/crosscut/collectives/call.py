@@ -1,0 +1,109 @@
+"""How a collective runs: planned by a pure function, issued here, for every collective alike.
+
+A collective is a function that checks its arguments and returns a :class:`Plan`; the decorator :func:`collective` makes
+of it an object with two ways to run: ``all_reduce(x, group)`` returns the result, ``all_reduce.start(x, group)`` returns
+a :class:`Pending` whose ``wait()`` does, so that other work can run meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, ParamSpec
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from crosscut.distributed.mesh import Group
+
+P = ParamSpec("P")
+
+
+@dataclass(slots=True)
+class Plan:
+    """One collective, ready to be issued.
+
+    ``issue(send, receive, async_op)`` hands contiguous buffers to the library and returns its work handle; ``receive``
+    is ``send`` itself when ``target`` is None (in place). ``finish`` shapes the result when the work is done.
+    ``issue`` None: nothing travels.
+    """
+
+    group: Group
+    source: Tensor
+    finish: Callable[[], Tensor]
+    issue: Callable[[Tensor, Tensor, bool], dist.Work | None] | None = None
+    target: Tensor | None = None
+    detail: str = ""
+
+
+class Pending:
+    """A collective under way. ``wait()`` makes the result safe to use on the current stream and returns it, once or often."""
+
+    __slots__ = ("_finish", "_keep", "_result", "_work")
+
+    def __init__(self, work: dist.Work | None, finish: Callable[[], Tensor], keep: tuple[Tensor, ...]) -> None:
+        self._work = work
+        self._finish: Callable[[], Tensor] | None = finish
+        self._keep = keep  # buffers that must outlive the operation
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Wait for the operation and return its result. Raises what the library raises when a peer failed."""
+        if self._finish is not None:
+            if self._work is not None:
+                self._work.wait()
+            self._result = self._finish()
+            self._finish, self._work, self._keep = None, None, ()
+        assert self._result is not None
+        return self._result
+
+
+class Collective(Generic[P]):
+    """A collective operation: call it for the result, or ``start`` it for a :class:`Pending`."""
+
+    def __init__(self, plan: Callable[P, Plan]) -> None:
+        self._plan = plan
+        self.__name__ = plan.__name__
+        self.__doc__ = plan.__doc__
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        return self._issue(self._plan(*args, **kwargs), async_op=False).wait()
+
+    def start(self, *args: P.args, **kwargs: P.kwargs) -> Pending:
+        """Issue the operation and return at once."""
+        return self._issue(self._plan(*args, **kwargs), async_op=True)
+
+    def _issue(self, plan: Plan, async_op: bool) -> Pending:
+        if plan.issue is None:
+            return Pending(None, plan.finish, ())
+        source, target, finish = plan.source, plan.target, plan.finish
+        send, receive = source, source if target is None else target
+        if plan.group.backend == "gloo" and source.device.type != "cpu":  # gloo's ranks meet in host memory
+            send, receive, finish = _through_host(source, target, finish)
+        observer = plan.group.observer
+        if observer is None:
+            return Pending(plan.issue(send, receive, async_op), finish, (send, receive))
+        token = observer.begin(self.__name__, plan.group.axis, tuple(source.shape), str(source.dtype), plan.detail)
+        pending = Pending(plan.issue(send, receive, async_op), finish, (send, receive))
+        observer.end(token)
+        return pending
+
+
+def collective(plan: Callable[P, Plan]) -> Collective[P]:
+    """Decorator: a function that returns a :class:`Plan` becomes a :class:`Collective` with the same arguments."""
+    return Collective(plan)
+
+
+def _through_host(
+    source: Tensor, target: Tensor | None, finish: Callable[[], Tensor]
+) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+    send = source.to("cpu")
+    receive = send if target is None else torch.empty_like(target, device="cpu")
+    landing = source if target is None else target
+
+    def landed() -> Tensor:
+        landing.copy_(receive)
+        return finish()
+
+    return send, receive, landed

@@ -1,0 +1,277 @@
+"""The raw tier: collectives over any group, along any dim, uneven where the mathematics allows. No autograd here.
+
+``all_reduce(x, group)`` returns the result; ``all_reduce.start(x, group)`` returns a Pending to ``wait()`` for (so for
+every collective). A group of one never communicates. All ranks of the group make the same call with the same shapes
+(uneven ones as ``sizes`` says). NCCL, gloo and rank threads run the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from crosscut.collectives.call import Plan, collective
+from crosscut.distributed.mesh import Group
+from crosscut.errors import UsageError, choose
+
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+
+@collective
+def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = None) -> Plan:
+    """Every rank gets the element-wise reduction (sum, avg, max, min, prod) of all ranks' ``x``, any shape.
+
+    ``out``: where the result goes; ``out=x`` reduces in place.
+    Raises UsageError (``bad-option``) on an unknown op.
+    """
+    if op not in _OPS:
+        choose("reduce op", op, _OPS)
+    if group.size == 1:
+        return Plan(group, x, lambda: _into(x, out))
+    buffer = x if out is x and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    averaged = op == "avg" and group.backend != "nccl"
+
+    def issue(send: Tensor, _: Tensor, async_op: bool) -> dist.Work | None:
+        # The hottest call of tensor parallelism goes to the process group itself, past the Python of dist.all_reduce.
+        assert group.process_group is not None
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS["sum" if averaged else op]
+        options.asyncOp = async_op  # NCCL: False keeps the work on the caller's stream, no event to wait for
+        return group.process_group.allreduce([send], options)
+
+    def finish() -> Tensor:
+        result = buffer.div_(group.size) if averaged else buffer
+        return result if out is None or out is result else out.copy_(result)
+
+    return Plan(group, buffer, finish, issue, detail=op)
+
+
+@collective
+def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Plan:
+    """Every rank gets all ranks' ``x`` joined along ``dim``, in the order of the ranks.
+
+    ``sizes``: each rank's size along ``dim`` when they differ (the other dims must not).
+    Raises UsageError (``bad-size``) on a dim that is not there or sizes that do not fit.
+    """
+    dim = _dim(x, dim)
+    sizes = _sizes(x.shape[dim], group, sizes)
+    if group.size == 1:
+        return Plan(group, x, lambda: x)
+    padded = _pad(x, dim, max(sizes))
+    whole = torch.empty((group.size, *padded.shape), dtype=x.dtype, device=x.device)
+
+    def issue(send: Tensor, receive: Tensor, async_op: bool) -> dist.Work | None:
+        return dist.all_gather_into_tensor(receive, send, group=group.process_group, async_op=async_op)
+
+    def finish() -> Tensor:
+        if len(set(sizes)) > 1:
+            return torch.cat([part.narrow(dim, 0, size) for part, size in zip(whole, sizes, strict=True)], dim)
+        return whole.movedim(0, dim).flatten(dim, dim + 1)  # a view where nothing lies before dim, else one copy
+
+    return Plan(group, padded, finish, issue, target=whole, detail=f"dim {dim}")
+
+
+@collective
+def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes: Sequence[int] | None = None) -> Plan:
+    """Rank r gets the r-th part along ``dim`` of the element-wise reduction (sum, avg, max, min, prod) of all ranks' ``x``.
+
+    ``sizes``: the parts when they are not equal; they must add up to ``x.shape[dim]``.
+    Raises UsageError: ``bad-size`` when the dim is not there or cannot be dealt, ``bad-option`` on an unknown op.
+    """
+    choose("reduce op", op, _OPS)
+    dim = _dim(x, dim)
+    parts = _parts(x.shape[dim], group, sizes)
+    if group.size == 1:
+        return Plan(group, x, lambda: x)
+    stacked = _stack(x, dim, parts)
+    mine = torch.empty((len(stacked) // group.size, *stacked.shape[1:]), dtype=x.dtype, device=x.device)
+    averaged = op == "avg" and group.backend != "nccl"
+
+    def issue(send: Tensor, receive: Tensor, async_op: bool) -> dist.Work | None:
+        reduce_op = _OPS["sum" if averaged else op]
+        return dist.reduce_scatter_tensor(receive, send, op=reduce_op, group=group.process_group, async_op=async_op)
+
+    def finish() -> Tensor:
+        part = mine.narrow(dim, 0, parts[group.rank])
+        return part.div_(group.size) if averaged else part
+
+    return Plan(group, stacked, finish, issue, target=mine, detail=f"{op}, dim {dim}")
+
+
+@collective
+def broadcast(x: Tensor, group: Group, src: int = 0, out: Tensor | None = None) -> Plan:
+    """Every rank gets the ``x`` of rank ``src`` of the group. ``out=x`` overwrites in place.
+
+    Raises UsageError (``bad-option``) when ``src`` is not a rank of the group.
+    """
+    _peer("src", src, group)
+    if group.size == 1:
+        return Plan(group, x, lambda: _into(x, out))
+    buffer = x if out is x and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+
+    def issue(send: Tensor, _: Tensor, async_op: bool) -> dist.Work | None:
+        return dist.broadcast(send, src=group.ranks[src], group=group.process_group, async_op=async_op)
+
+    def finish() -> Tensor:
+        return buffer if out is None or out is buffer else out.copy_(buffer)
+
+    return Plan(group, buffer, finish, issue, detail=f"src {src}")
+
+
+@collective
+def all_to_all(
+    x: Tensor,
+    group: Group,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    send_sizes: Sequence[int] | None = None,
+    recv_sizes: Sequence[int] | None = None,
+) -> Plan:
+    """Rank r gets the r-th part along ``split_dim`` of each rank's ``x``, joined along ``concat_dim``.
+
+    ``send_sizes``: the parts of ``x`` when they are not equal; ``recv_sizes``: what each rank sends here. Uneven sizes
+    need both, and one dim for splitting and joining, since each rank must know what comes.
+    Raises UsageError (``bad-size``) when a dim is not there or sizes do not fit.
+    """
+    split_dim, concat_dim = _dim(x, split_dim), _dim(x, concat_dim)
+    if (send_sizes is None) != (recv_sizes is None) or (send_sizes is not None and split_dim != concat_dim):
+        raise UsageError(
+            f"send_sizes {send_sizes} and recv_sizes {recv_sizes} with split_dim {split_dim} and concat_dim {concat_dim}",
+            code="bad-size",
+            fix="give both sizes and one dim for splitting and joining, or neither for equal parts",
+        )
+    sent = _parts(x.shape[split_dim], group, send_sizes)
+    got = _sizes(sent[group.rank], group, recv_sizes)
+    if group.size == 1:
+        return Plan(group, x, lambda: x)
+    source = x.movedim(split_dim, 0).contiguous()
+    target = torch.empty((sum(got), *source.shape[1:]), dtype=x.dtype, device=x.device)
+
+    def issue(send: Tensor, receive: Tensor, async_op: bool) -> dist.Work | None:
+        return dist.all_to_all_single(receive, send, got, sent, group=group.process_group, async_op=async_op)
+
+    def finish() -> Tensor:
+        if split_dim == concat_dim:
+            return target.movedim(0, split_dim)
+        return torch.cat([part.movedim(0, split_dim) for part in target.split(got)], concat_dim)
+
+    return Plan(group, source, finish, issue, target=target, detail=f"dims {split_dim}, {concat_dim}")
+
+
+@collective
+def send(x: Tensor, group: Group, dst: int, tag: int = 0) -> Plan:
+    """Send ``x`` to rank ``dst`` of the group, which must ``recv`` the same shape and dtype. Returns ``x``.
+
+    Raises UsageError (``bad-option``) when ``dst`` is this rank or not in the group.
+    """
+    _peer("dst", dst, group, not_me=True)
+
+    def issue(buffer: Tensor, _: Tensor, async_op: bool) -> dist.Work | None:
+        return dist.isend(buffer, dst=group.ranks[dst], group=group.process_group, tag=tag)
+
+    return Plan(group, x.contiguous(), lambda: x, issue, detail=f"dst {dst}")
+
+
+@collective
+def recv(out: Tensor, group: Group, src: int, tag: int = 0) -> Plan:
+    """Receive into ``out`` what rank ``src`` of the group sends, and return it.
+
+    Raises UsageError (``bad-option``) when ``src`` is this rank or not in the group.
+    """
+    _peer("src", src, group, not_me=True)
+    buffer = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+
+    def issue(receive: Tensor, _: Tensor, async_op: bool) -> dist.Work | None:
+        return dist.irecv(receive, src=group.ranks[src], group=group.process_group, tag=tag)
+
+    return Plan(group, buffer, lambda: out if out is buffer else out.copy_(buffer), issue, detail=f"src {src}")
+
+
+def barrier(group: Group) -> None:
+    """Return when every rank of the group has come here and, on GPUs, the work queued before it is done."""
+    if group.size > 1:
+        all_reduce(torch.zeros(1, device=group.device), group).item()
+
+
+def _into(x: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return x.clone()
+    return out if out is x else out.copy_(x)
+
+
+def _dim(x: Tensor, dim: int) -> int:
+    if not -x.dim() <= dim < x.dim():
+        legal = f"use a dim from {-x.dim()} to {x.dim() - 1}" if x.dim() else "a scalar has no dims: unsqueeze it first"
+        raise UsageError(f"dim {dim} of a tensor of shape {list(x.shape)}", code="bad-size", fix=legal)
+    return dim % x.dim()
+
+
+def _sizes(mine: int, group: Group, sizes: Sequence[int] | None) -> list[int]:
+    """Each rank's size along the joined dim."""
+    if sizes is None:
+        return [mine] * group.size
+    if len(sizes) != group.size or sizes[group.rank] != mine:
+        raise UsageError(
+            f"sizes {list(sizes)} for {group.size} ranks, and this rank ({group.rank}) holds {mine}",
+            code="bad-size",
+            fix="give one size for each rank of the group, this rank's own included",
+        )
+    return list(sizes)
+
+
+def _parts(total: int, group: Group, sizes: Sequence[int] | None) -> list[int]:
+    """How ``total`` elements are dealt to the ranks."""
+    if sizes is None:
+        if total % group.size:
+            raise UsageError(
+                f"{total} elements cannot be dealt evenly to {group.size} ranks",
+                code="bad-size",
+                fix="give the sizes, for example crosscut.sharding.shard_sizes(total, tp)",
+            )
+        return [total // group.size] * group.size
+    if len(sizes) != group.size or sum(sizes) != total:
+        raise UsageError(
+            f"sizes {list(sizes)} for {group.size} ranks and {total} elements",
+            code="bad-size",
+            fix="give one size for each rank; together they must make up the dim",
+        )
+    return list(sizes)
+
+
+def _stack(x: Tensor, dim: int, parts: list[int]) -> Tensor:
+    """The parts of ``x`` along ``dim`` one after the other, each padded to the longest; no copy where none is due."""
+    if len(set(parts)) == 1:
+        stacked = x.unflatten(dim, (len(parts), parts[0])).movedim(dim, 0).contiguous()
+    else:
+        stacked = torch.stack([_pad(part, dim, max(parts)) for part in x.split(parts, dim)])
+    return stacked.flatten(0, 1)
+
+
+def _pad(x: Tensor, dim: int, size: int) -> Tensor:
+    """``x`` with zeros after it along ``dim`` up to ``size``, contiguous."""
+    missing = size - x.shape[dim]
+    if missing == 0:
+        return x.contiguous()
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def _peer(what: str, rank: int, group: Group, not_me: bool = False) -> None:
+    if not 0 <= rank < group.size or (not_me and rank == group.rank):
+        others = [r for r in range(group.size) if not (not_me and r == group.rank)]
+        raise UsageError(
+            f"{what} {rank} in a group of {group.size}, seen from rank {group.rank}",
+            code="bad-option",
+            fix=f"use one of the group's ranks: {others}",
+        )

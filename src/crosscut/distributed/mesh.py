@@ -1,0 +1,120 @@
+"""The mesh of ranks: axes ``dp`` and ``tp`` over torch's DeviceMesh, always passed as an argument, never a global.
+
+Neighbouring ranks form a tp group (they talk most, so they should be nearest); equal tp ranks of all groups form a dp group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from crosscut.distributed.observer import Observer
+from crosscut.errors import UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The ranks of one line of the mesh, seen from this rank. ``rank`` is the position in the group, ``ranks`` are global.
+
+    ``process_group`` is None for a group of one, which needs no communication.
+    """
+
+    axis: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    backend: str
+    device: torch.device
+    process_group: dist.ProcessGroup | None = None
+    observer: Observer | None = None
+
+    def observed_by(self, observer: Observer | None) -> Group:
+        """The same group with ``observer`` told of each collective."""
+        return replace(self, observer=observer)
+
+    def __repr__(self) -> str:
+        return f"Group({self.axis} {self.rank}/{self.size}, {self.backend}, {self.device})"
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """This rank's view of all ranks. ``device_mesh`` is torch's own mesh of the same axes (None in a world of one)."""
+
+    tp: Group
+    dp: Group
+    device: torch.device
+    device_mesh: DeviceMesh | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: dp x tp."""
+        return self.tp.size * self.dp.size
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return self.tp.ranks[self.tp.rank]
+
+
+def make_mesh(tp: int | None = None, dp: int | None = None, device: torch.device | str | None = None) -> Mesh:
+    """The mesh over the current default process group, or of one rank when there is none.
+
+    ``tp`` and ``dp``: group sizes; the one left out takes what remains of the world (both left out: tp takes all).
+    Raises UsageError (``tp-mismatch``) unless tp x dp is the number of ranks.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    tp, dp = _sizes(world, tp, dp)
+    if world == 1:
+        where = torch.device(device) if device is not None else _default_device("none")
+        return Mesh(tp=_alone("tp", where), dp=_alone("dp", where), device=where)
+    backend = dist.get_backend()
+    where = torch.device(device) if device is not None else _default_device(backend)
+    device_mesh = init_device_mesh(where.type, (dp, tp), mesh_dim_names=("dp", "tp"))
+    groups = {axis: _line(device_mesh, axis, backend, where) for axis in ("tp", "dp")}
+    return Mesh(tp=groups["tp"], dp=groups["dp"], device=where, device_mesh=device_mesh)
+
+
+def _sizes(world: int, tp: int | None, dp: int | None) -> tuple[int, int]:
+    for name, size in (("tp", tp), ("dp", dp)):
+        if size is not None and size < 1:
+            raise UsageError(f"{name}={size} is not a group size", code="tp-mismatch", fix="give a whole number of at least 1")
+    known = (tp or 1) * (dp or 1)
+    if world % known or (tp is not None and dp is not None and known != world):
+        asked = " x ".join(f"{name}={size}" for name, size in (("tp", tp), ("dp", dp)) if size is not None)
+        divisors = ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
+        raise UsageError(
+            f"{asked} does not divide the {world} rank{'s' if world > 1 else ''} of this run",
+            code="tp-mismatch",
+            fix=f"start {known} ranks, or choose tp x dp = {world} (tp can be {divisors})",
+        )
+    if tp is None:
+        return world // known, dp or 1
+    return tp, world // tp
+
+
+def _alone(axis: str, device: torch.device) -> Group:
+    return Group(axis=axis, rank=0, size=1, ranks=(0,), backend="none", device=device)
+
+
+def _line(device_mesh: DeviceMesh, axis: str, backend: str, device: torch.device) -> Group:
+    process_group = device_mesh.get_group(axis)
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    size = len(ranks)
+    return Group(
+        axis=axis,
+        rank=device_mesh.get_local_rank(axis),
+        size=size,
+        ranks=ranks,
+        backend=backend,
+        device=device,
+        process_group=process_group if size > 1 else None,
+    )
+
+
+def _default_device(backend: str) -> torch.device:
+    if backend in ("nccl", "none") and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,230 @@
+"""Each collective against what it means, on rank threads: worlds 1 to 8, any dim, uneven sizes, both tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from crosscut import collectives as cc
+from crosscut.distributed.mesh import Mesh
+from crosscut.errors import UsageError
+from crosscut.sharding import shard_sizes
+
+WORLDS = [1, 2, 3, 4, 8]
+OnRanks = Callable[..., list[Any]]
+
+
+def data(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Small integers, different on each rank, so that sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+
+
+def everyone(world: int, *shape: int) -> Tensor:
+    return torch.stack([data(rank, *shape) for rank in range(world)])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "prod"])
+def test_all_reduce(on_ranks: OnRanks, world: int, op: str) -> None:
+    whole = everyone(world, 3, 5)
+    expected = {
+        "sum": whole.sum(0), "avg": whole.mean(0), "max": whole.amax(0), "min": whole.amin(0), "prod": whole.prod(0),
+    }[op]  # fmt: skip
+
+    def body(mesh: Mesh) -> tuple[Tensor, Tensor, Tensor, bool]:
+        x = data(mesh.rank, 3, 5)
+        result = cc.all_reduce(x, mesh.tp, op)
+        kept = torch.equal(x, data(mesh.rank, 3, 5))
+        in_place = data(mesh.rank, 3, 5)
+        returned = cc.all_reduce(in_place, mesh.tp, op, out=in_place)
+        transposed = data(mesh.rank, 3, 5).t().contiguous().t()
+        cc.all_reduce(transposed, mesh.tp, op, out=transposed)
+        return result, in_place, transposed, kept and returned is in_place
+
+    for result, in_place, transposed, as_promised in on_ranks(world, body):
+        assert as_promised
+        for got in (result, in_place, transposed):
+            torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_all_gather_and_reduce_scatter_uneven(on_ranks: OnRanks, world: int, dim: int) -> None:
+    sizes = shard_sizes(world * 2 + 1, world)
+    shape = [4, 3, 5]
+    shape[dim] = sum(sizes)
+    whole = data(99, *shape)
+    summed = everyone(world, *shape).sum(0)
+
+    def body(mesh: Mesh) -> tuple[Tensor, Tensor]:
+        part = whole.split(sizes, dim)[mesh.rank]
+        return (
+            cc.all_gather(part, mesh.tp, dim, sizes),
+            cc.reduce_scatter(data(mesh.rank, *shape), mesh.tp, dim, sizes=sizes),
+        )
+
+    for rank, (gathered, scattered) in enumerate(on_ranks(world, body)):
+        assert torch.equal(gathered, whole)
+        assert torch.equal(scattered, summed.split(sizes, dim)[rank])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_even_sizes_need_no_sizes(on_ranks: OnRanks, world: int) -> None:
+    whole = data(5, 2, world * 3)
+
+    def body(mesh: Mesh) -> tuple[Tensor, Tensor]:
+        part = whole.chunk(world, 1)[mesh.rank]
+        return cc.all_gather(part, mesh.tp, 1), cc.reduce_scatter(whole, mesh.tp, 1, "avg")
+
+    for rank, (gathered, averaged) in enumerate(on_ranks(world, body)):
+        assert torch.equal(gathered, whole)
+        assert torch.equal(averaged, whole.chunk(world, 1)[rank])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_broadcast_and_all_to_all(on_ranks: OnRanks, world: int) -> None:
+    src = world - 1
+
+    def body(mesh: Mesh) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        sent = [(mesh.rank + peer) % 3 for peer in range(world)]  # rank r sends (r + p) % 3 rows to rank p
+        got = [(peer + mesh.rank) % 3 for peer in range(world)]
+        x = data(mesh.rank, 2, 2 * world)
+        rows = torch.full((sum(sent), 2), float(mesh.rank))
+        return (
+            cc.broadcast(data(mesh.rank, 4), mesh.tp, src),
+            cc.all_to_all(x, mesh.tp, split_dim=1, concat_dim=1),
+            cc.all_to_all(x, mesh.tp, split_dim=1, concat_dim=0),
+            cc.all_to_all(rows, mesh.tp, send_sizes=sent, recv_sizes=got),
+        )
+
+    every = everyone(world, 2, 2 * world)
+    for rank, (received, same_dim, other_dim, uneven) in enumerate(on_ranks(world, body)):
+        assert torch.equal(received, data(src, 4))
+        parts = [x.chunk(world, 1)[rank] for x in every]
+        assert torch.equal(same_dim, torch.cat(parts, 1))
+        assert torch.equal(other_dim, torch.cat(parts, 0))
+        assert uneven[:, 0].tolist() == [peer for peer in range(world) for _ in range((peer + rank) % 3)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_started_operations_finish_when_waited_for(on_ranks: OnRanks, world: int) -> None:
+    def body(mesh: Mesh) -> Tensor:
+        pending = [cc.all_reduce.start(data(mesh.rank, 7) + i, mesh.tp) for i in range(3)]
+        assert pending[0].wait() is pending[0].wait()
+        return torch.stack([p.wait() for p in reversed(pending)])
+
+    expected = torch.stack([everyone(world, 7).sum(0) + i * world for i in (2, 1, 0)])
+    for got in on_ranks(world, body):
+        assert torch.equal(got, expected)
+
+
+def dual_loss(mesh: Mesh, x: Tensor, weights: Tensor, layout: str) -> Tensor:
+    """A loss that is the same function of ``x [6, 5]`` whichever way it travels; ``weights [6, 5]``."""
+    group, rank = mesh.tp, mesh.rank
+    rows = [slice(sum(shard_sizes(6, group.size)[:r]), sum(shard_sizes(6, group.size)[: r + 1])) for r in range(group.size)]
+    if layout == "copy, reduce":  # column then row: each rank multiplies with weights of its own
+        return cc.reduce_from_tp((cc.copy_to_tp(x, group)[rows[rank]] * weights[rows[rank]]).sum(), group)
+    if layout == "scatter, gather":
+        return (cc.gather_from_tp(cc.scatter_to_tp(x, group, 0) ** 2, group, 0, 6) * weights).sum()
+    assert layout == "sequence"
+    mine = cc.scatter_to_tp(x, group, 0)  # the tokens of this rank
+    whole = cc.gather_sequence(mine, group, 0, 6)
+    partial = whole * (weights / group.size)
+    back = cc.reduce_scatter_sequence(partial, group, 0)
+    return (cc.gather_from_tp(back, group, 0, 6)).sum()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("layout", ["copy, reduce", "scatter, gather", "sequence"])
+def test_dual_pairs_give_the_unsplit_gradient(on_ranks: OnRanks, world: int, layout: str) -> None:
+    weights, start = data(1, 6, 5).double(), data(2, 6, 5).double()
+    alone = start.clone().requires_grad_()
+    expected = (alone**2 * weights).sum() if layout == "scatter, gather" else (alone * weights).sum()
+    expected.backward()
+
+    def body(mesh: Mesh) -> tuple[Tensor, Tensor | None]:
+        x = start.clone().requires_grad_()
+        loss = dual_loss(mesh, x, weights, layout)
+        loss.backward()
+        return loss.detach(), x.grad
+
+    for loss, grad in on_ranks(world, body):
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(grad, alone.grad)
+
+
+def test_gradients_of_gradients_pass(on_ranks: OnRanks) -> None:
+    def body(mesh: Mesh) -> Tensor:
+        x = torch.arange(6, dtype=torch.float64).requires_grad_()
+        y = cc.gather_from_tp(cc.scatter_to_tp(x, mesh.tp, 0) ** 3, mesh.tp, 0, 6).sum()
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        return second
+
+    for second in on_ranks(4, body):
+        assert torch.equal(second, 6 * torch.arange(6, dtype=torch.float64))
+
+
+def test_groups_of_a_two_axis_mesh_do_not_mix(on_ranks: OnRanks) -> None:
+    def body(mesh: Mesh) -> tuple[float, float]:
+        x = torch.tensor([float(10**mesh.rank)])
+        return float(cc.all_reduce(x, mesh.tp)), float(cc.all_reduce(x, mesh.dp))
+
+    assert on_ranks(4, body, tp=2) == [(11, 101), (11, 1010), (1100, 101), (1100, 1010)]
+
+
+class Counter:
+    """An observer that writes down what it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, ...]] = []
+
+    def begin(self, op: str, group: str, shape: tuple[int, ...], dtype: str, detail: str) -> int:
+        self.seen.append((op, group, str(shape), dtype, detail))
+        return len(self.seen)
+
+    def end(self, token: int) -> None:
+        self.seen.append(("end", str(token)))
+
+
+def test_an_observer_sees_each_operation(on_ranks: OnRanks) -> None:
+    def body(mesh: Mesh) -> list[tuple[str, ...]]:
+        counter = Counter()
+        group = mesh.tp.observed_by(counter)
+        cc.all_reduce(torch.ones(3), group, "max")
+        cc.broadcast(torch.ones(2, 2), group, 1)
+        return counter.seen
+
+    expected = [
+        ("all_reduce", "tp", "(3,)", "torch.float32", "max"), ("end", "1"),
+        ("broadcast", "tp", "(2, 2)", "torch.float32", "src 1"), ("end", "3"),
+    ]  # fmt: skip
+    assert on_ranks(2, body) == [expected, expected]
+
+
+BAD_CALLS: dict[str, Callable[[Mesh], object]] = {
+    "reduce op 'sun' is not known; did you mean 'sum'": lambda m: cc.all_reduce(torch.ones(2), m.tp, "sun"),
+    r"dim 2 of a tensor of shape \[2, 2\]": lambda m: cc.all_gather(torch.ones(2, 2), m.tp, 2),
+    "3 elements cannot be dealt evenly to 2 ranks": lambda m: cc.reduce_scatter(torch.ones(3), m.tp),
+    r"sizes \[1, 1\] for 2 ranks and 3 elements": lambda m: cc.reduce_scatter(torch.ones(3), m.tp, sizes=[1, 1]),
+    r"sizes \[2\] for 2 ranks": lambda m: cc.all_gather(torch.ones(2), m.tp, sizes=[2]),
+    "src 2 in a group of 2": lambda m: cc.broadcast(torch.ones(2), m.tp, 2),
+    "send_sizes .* and recv_sizes None": lambda m: cc.all_to_all(torch.ones(2), m.tp, send_sizes=[1, 1]),
+    "dim 0 of a tensor of shape": lambda m: cc.all_gather(torch.tensor(1.0), m.tp),
+}
+
+
+@pytest.mark.parametrize("words", BAD_CALLS)
+def test_bad_calls_are_refused_before_anything_travels(on_ranks: OnRanks, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        on_ranks(2, BAD_CALLS[words])
+
+
+def test_tp_times_dp_must_be_the_world(on_ranks: OnRanks) -> None:
+    with pytest.raises(UsageError, match="tp=3 does not divide the 4 ranks"):
+        on_ranks(4, lambda mesh: None, tp=3)

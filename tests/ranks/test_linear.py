@@ -1,0 +1,343 @@
+"""Split linears and MLPs equal their unsplit selves: output, every gradient, one optimizer step. Each check can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import crosscut as cc
+from crosscut import collectives
+from crosscut.distributed.mesh import Mesh
+from crosscut.errors import UsageError
+from crosscut.layers import linear as linear_module
+from crosscut.layers.shards import gather, take
+from crosscut.sharding import Replicated, shard_sizes
+from parity import assert_equal_to_rounding, step
+
+OnRanks = Callable[..., list[Any]]
+WORLDS = [1, 2, 3, 4, 8]
+SIZES = [(16, 24), (17, 21), (5, 3)]  # divides; does not divide; fewer features than ranks
+TOKENS = 6
+
+
+def unsplit_linear(inner: int, outer: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
+    torch.manual_seed(11)
+    return nn.Linear(inner, outer, bias=bias).to(dtype)
+
+
+def unsplit_mlp(gated: bool, dtype: torch.dtype, hidden: int = 10, ffn: int = 21) -> nn.Module:
+    torch.manual_seed(12)
+    mlp = nn.Module()
+    mlp.up, mlp.down = nn.Linear(hidden, ffn), nn.Linear(ffn, hidden)
+    if gated:
+        mlp.gate = nn.Linear(hidden, ffn)
+    return mlp.to(dtype)
+
+
+def call_mlp(mlp: nn.Module, gated: bool) -> Callable[[Tensor], Tensor]:
+    return lambda x: mlp.down(F.silu(mlp.gate(x)) * mlp.up(x) if gated else F.gelu(mlp.up(x)))
+
+
+def inputs(width_in: int, width_out: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(13)
+    return torch.randn(TOKENS, width_in, generator=generator).to(dtype), torch.randn(TOKENS, width_out, generator=generator).to(
+        dtype
+    )
+
+
+def whole(out: dict[str, Tensor], layer: nn.Module, group: Any) -> dict[str, Tensor]:
+    """Gradients and stepped parameters of the shards, joined to the shapes of the unsplit layer."""
+    return {
+        key: gather(value, layer.cuts[key.split()[-1]], layer.shapes[key.split()[-1]], group) if " of " in key else value
+        for key, value in out.items()
+    }
+
+
+def split_step(mesh: Mesh, kind: str, linear: nn.Linear, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+    """One training step of the split layer; results in the unsplit shapes."""
+    group = mesh.tp
+    column = kind.startswith("column")
+    if kind == "column sharded":
+        layer = cc.ColumnParallelLinear.from_linear(linear, mesh)
+        mine = take(upstream.t(), layer.cuts["weight"], group.size, group.rank).t()
+        out = step(layer, x, mine, layer)
+        out["y"] = collectives.all_gather(out["y"], group, 1, shard_sizes(linear.out_features, group.size))
+    elif kind == "column gathered":
+        layer = cc.ColumnParallelLinear.from_linear(linear, mesh, gather_output=True)
+        out = step(layer, x, upstream, layer)
+    elif kind == "column sequence":
+        layer = cc.ColumnParallelLinear.from_linear(linear, mesh, gather_output=True, sequence_parallel=True)
+        # the gathered output is whole on each rank, and each rank's gradient of it counts: the sum over ranks is upstream
+        layer.gather_output = False
+        rows = shard_sizes(TOKENS, group.size)
+        mine = take(upstream.t(), layer.cuts["weight"], group.size, group.rank).t()
+        out = step(layer, x.split(rows)[group.rank], mine, lambda part: layer(part, TOKENS))
+        out["y"] = collectives.all_gather(out["y"], group, 1, shard_sizes(linear.out_features, group.size))
+        out["dx"] = collectives.all_gather(out["dx"], group, 0, rows)
+    elif kind == "row sharded":
+        layer = cc.RowParallelLinear.from_linear(linear, mesh)
+        widths = shard_sizes(linear.in_features, group.size)
+        out = step(layer, x.split(widths, 1)[group.rank].contiguous(), upstream, layer)
+        out["dx"] = collectives.all_gather(out["dx"], group, 1, widths)
+    elif kind == "row full":
+        layer = cc.RowParallelLinear.from_linear(linear, mesh, input_is_parallel=False)
+        out = step(layer, x, upstream, layer)
+    else:
+        assert kind == "row sequence"
+        layer = cc.RowParallelLinear.from_linear(linear, mesh, input_is_parallel=False, sequence_parallel=True)
+        rows = shard_sizes(TOKENS, group.size)
+        out = step(layer, x, upstream.split(rows)[group.rank], layer)
+        out["y"] = collectives.all_gather(out["y"], group, 0, rows)
+    assert column == isinstance(layer, cc.ColumnParallelLinear)
+    return whole(out, layer, group)
+
+
+KINDS = ["column sharded", "column gathered", "column sequence", "row sharded", "row full", "row sequence"]
+
+
+def check_linear(on_ranks: OnRanks, world: int, kind: str, size: tuple[int, int], bias: bool, dtype: torch.dtype) -> None:
+    linear = unsplit_linear(*size, bias, dtype)
+    x, upstream = inputs(*size, dtype)
+    exact_linear = nn.Linear(*size, bias=bias, dtype=torch.float64)
+    exact_linear.load_state_dict(linear.state_dict())
+    exact = step(exact_linear, x.double(), upstream.double(), exact_linear)
+    copy = unsplit_linear(*size, bias, dtype)
+    unsplit = step(copy, x, upstream, copy)
+    for rank, got in enumerate(on_ranks(world, split_step, kind, linear, x, upstream)):
+        assert got.keys() == unsplit.keys()
+        for key in unsplit:
+            where = f"{kind}, tp {world}, rank {rank}, {size[0]} -> {size[1]}: {key}"
+            assert_equal_to_rounding(where, got[key], unsplit[key], exact[key], roundings=world**0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("size", SIZES, ids=["even", "uneven", "tiny"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_linear_equals_unsplit(on_ranks: OnRanks, world: int, kind: str, size: tuple[int, int], dtype: torch.dtype) -> None:
+    check_linear(on_ranks, world, kind, size, True, dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linear_without_bias(on_ranks: OnRanks, kind: str) -> None:
+    check_linear(on_ranks, 3, kind, (17, 21), False, torch.float32)
+
+
+def mlp_step(mesh: Mesh, mlp: nn.Module, gated: bool, sequence: bool, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+    split = cc.ParallelMLP.from_linears(
+        mlp.up, mlp.down, mesh, gate=mlp.gate if gated else None, activation="silu" if gated else "gelu",
+        sequence_parallel=sequence,
+    )  # fmt: skip
+    rows = shard_sizes(TOKENS, mesh.tp.size)
+    if not sequence:
+        out = step(split, x, upstream, split)
+    else:
+        part = mesh.rank
+        out = step(split, x.split(rows)[part], upstream.split(rows)[part], lambda mine: split(mine, TOKENS))
+        out["y"], out["dx"] = (collectives.all_gather(out[key], mesh.tp, 0, rows) for key in ("y", "dx"))
+    joined: dict[str, Tensor] = {}
+    for key, value in out.items():
+        if " of " not in key:
+            joined[key] = value
+            continue
+        what, path = key.rsplit(" ", 1)
+        layer, name = path.split(".")
+        parallel = split.get_submodule(layer)
+        full = gather(value, parallel.cuts[name], parallel.shapes[name], mesh.tp)
+        if layer == "up" and gated:
+            joined[f"{what} gate.{name}"], joined[f"{what} up.{name}"] = full.chunk(2)
+        else:
+            joined[f"{what} {path}"] = full
+    return joined
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["tokens whole", "tokens split"])
+@pytest.mark.parametrize("gated", [False, True], ids=["gelu", "gated silu"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_mlp_equals_unsplit(on_ranks: OnRanks, world: int, gated: bool, sequence: bool, dtype: torch.dtype) -> None:
+    check_mlp(on_ranks, world, gated, sequence, dtype)
+
+
+def check_mlp(on_ranks: OnRanks, world: int, gated: bool, sequence: bool, dtype: torch.dtype, ffn: int = 21) -> None:
+    mlp = unsplit_mlp(gated, dtype, ffn=ffn)
+    x, upstream = inputs(10, 10, dtype)
+    precise = unsplit_mlp(gated, torch.float64, ffn=ffn)
+    precise.load_state_dict(mlp.state_dict())
+    exact = step(precise, x.double(), upstream.double(), call_mlp(precise, gated))
+    copy = unsplit_mlp(gated, dtype, ffn=ffn)
+    unsplit = step(copy, x, upstream, call_mlp(copy, gated))
+    for rank, got in enumerate(on_ranks(world, mlp_step, mlp, gated, sequence, x, upstream)):
+        assert got.keys() == unsplit.keys()
+        for key in unsplit:
+            assert_equal_to_rounding(f"tp {world}, rank {rank}: {key}", got[key], unsplit[key], exact[key], world**0.5)
+
+
+# ------------------------------------------------------------------------------------------- the checks above can fail
+
+
+def test_a_bias_added_on_each_rank_turns_the_check_red(on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(self: Any, x: Tensor) -> Tensor:
+        return collectives.reduce_from_tp(F.linear(x, self.weight, self.bias), self.group)
+
+    monkeypatch.setattr(cc.RowParallelLinear, "forward", faulty)
+    with pytest.raises(AssertionError, match=r"row sharded.*: y: relative error"):
+        check_linear(on_ranks, 2, "row sharded", (16, 24), True, torch.bfloat16)
+
+
+def test_a_missing_all_reduce_in_backward_turns_the_check_red(on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "copy_to_tp", lambda x, group: x)
+    with pytest.raises(AssertionError, match=r"column sharded.*: dx: relative error"):
+        check_linear(on_ranks, 2, "column sharded", (16, 24), True, torch.bfloat16)
+    with pytest.raises(AssertionError, match=r"row sequence.*: grad of bias: relative error"):
+        check_linear(on_ranks, 2, "row sequence", (16, 24), True, torch.bfloat16)
+
+
+def test_a_missing_all_reduce_in_forward_turns_the_check_red(on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "reduce_from_tp", lambda x, group, overwrite: x)
+    with pytest.raises(AssertionError, match=r"row sharded.*: y: relative error"):
+        check_linear(on_ranks, 2, "row sharded", (16, 24), True, torch.float32)
+
+
+def test_a_contiguous_cut_of_gate_and_up_turns_the_check_red(on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    from crosscut.sharding import Column
+
+    monkeypatch.setattr(linear_module, "Packed", lambda sizes: Column())
+    with pytest.raises(AssertionError, match=r"tp 2, rank 0: y: relative error"):
+        check_mlp(on_ranks, 2, True, False, torch.float32, ffn=20)
+
+
+# --------------------------------------------------------------------------------------------- round trips and starts
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_from_linear_to_linear_is_exact(on_ranks: OnRanks, world: int, dtype: torch.dtype) -> None:
+    linear = unsplit_linear(17, 21, True, dtype)
+    linear.bias.requires_grad_(False)
+    mlp = unsplit_mlp(True, dtype)
+
+    def body(mesh: Mesh) -> None:
+        for kind in (cc.ColumnParallelLinear, cc.RowParallelLinear):
+            layer = kind.from_linear(linear, mesh)
+            assert layer.weight.requires_grad
+            assert not layer.bias.requires_grad
+            back = layer.to_linear()
+            assert back.weight.dtype == dtype
+            assert torch.equal(back.weight, linear.weight)
+            assert torch.equal(back.bias, linear.bias)
+        linears = cc.ParallelMLP.from_linears(mlp.up, mlp.down, mesh, gate=mlp.gate, activation="silu").to_linears()
+        for name, back in linears.items():
+            assert torch.equal(back.weight, mlp.get_submodule(name).weight)
+            assert torch.equal(back.bias, mlp.get_submodule(name).bias)
+
+    on_ranks(world, body)
+
+
+def initial_weights(mesh: Mesh, seed: int | None) -> list[Tensor]:
+    built = [
+        cc.ColumnParallelLinear(70, 150, mesh=mesh, seed=seed),
+        cc.RowParallelLinear(150, 70, mesh=mesh, seed=seed),
+        cc.ParallelMLP(9, 140, mesh=mesh, gated=True, activation="silu", seed=seed),
+    ]
+    linears = [built[0].to_linear(), built[1].to_linear(), *built[2].to_linears().values()]
+    return [p.detach() for linear in linears for p in (linear.weight, linear.bias)]
+
+
+def test_initial_weights_do_not_depend_on_tp(on_ranks: OnRanks) -> None:
+    (alone,) = on_ranks(1, initial_weights, 7)
+    for world in (2, 3, 4):
+        for split in on_ranks(world, initial_weights, 7):
+            assert all(torch.equal(a, b) for a, b in zip(alone, split, strict=True))
+    (other,) = on_ranks(1, initial_weights, 8)
+    assert not any(torch.equal(a, b) for a, b in zip(alone, other, strict=True))
+
+
+def test_initial_weights_follow_the_law_of_nn_linear(on_ranks: OnRanks) -> None:
+    (weights,) = on_ranks(1, initial_weights, 7)
+    for weight, bias in zip(weights[::2], weights[1::2], strict=True):
+        bound = weight.shape[1] ** -0.5
+        for values in (weight, bias):
+            assert float(values.abs().max()) <= bound
+        assert float(weight.std()) == pytest.approx(bound / 3**0.5, rel=0.1)
+    assert len({round(float(w[0, 0]), 7) for w in weights[::2]}) == 5  # no two layers draw the same stream
+
+
+def test_without_a_seed_ranks_agree_and_torchs_seed_decides(on_ranks: OnRanks) -> None:
+    def bias(mesh: Mesh) -> Tensor:
+        return cc.RowParallelLinear(4, 6, mesh=mesh).bias.detach()
+
+    torch.manual_seed(3)
+    biases = on_ranks(4, bias)
+    assert all(torch.equal(biases[0], b) for b in biases)
+    torch.manual_seed(4)
+    assert not torch.equal(biases[0], on_ranks(1, bias)[0])
+
+
+# ------------------------------------------------------------------------------------------------------ shapes and use
+
+
+@pytest.mark.parametrize("shape", [(0, 10), (10,), (2, 3, 10), (2, 1, 3, 10)])
+def test_any_leading_dims_and_no_tokens(on_ranks: OnRanks, shape: tuple[int, ...]) -> None:
+    mlp = unsplit_mlp(False, torch.float32)
+    x = torch.randn(shape)
+
+    def body(mesh: Mesh) -> Tensor:
+        column = cc.ColumnParallelLinear.from_linear(mlp.up, mesh, gather_output=True)
+        assert column(x).shape == (*shape[:-1], 21)
+        return cc.ParallelMLP.from_linears(mlp.up, mlp.down, mesh)(x)
+
+    for y in on_ranks(3, body):
+        torch.testing.assert_close(y, call_mlp(mlp, False)(x))
+
+
+@pytest.mark.parametrize("transposed_grad", [False, True])
+def test_inputs_and_gradients_need_not_be_contiguous(on_ranks: OnRanks, transposed_grad: bool) -> None:
+    """DeepSpeed's row-parallel reduces a contiguous copy and returns the original; this is the regression test."""
+    linear = unsplit_linear(16, 24, True, torch.float32)
+    x = torch.randn(16, 5).t()
+    upstream = torch.randn(24, 5).t() if transposed_grad else torch.randn(5, 24)
+    copy = unsplit_linear(16, 24, True, torch.float32)
+    expected = step(copy, x, upstream, copy)
+
+    def body(mesh: Mesh) -> tuple[Tensor, Tensor]:
+        column = cc.ColumnParallelLinear.from_linear(linear, mesh, gather_output=True)
+        out = step(column, x, upstream, column)
+        return out["y"], out["dx"]
+
+    for y, dx in on_ranks(2, body):
+        torch.testing.assert_close(y, expected["y"])
+        torch.testing.assert_close(dx, expected["dx"])
+
+
+def test_row_bias_is_whole_on_every_rank() -> None:
+    assert cc.RowParallelLinear(4, 6, mesh=alone()).cuts["bias"] == Replicated()
+
+
+def alone() -> Mesh:
+    from crosscut.distributed.mesh import make_mesh
+
+    return make_mesh(device="cpu")
+
+
+BAD: dict[str, Callable[[], object]] = {
+    "in_features=0": lambda: cc.ColumnParallelLinear(0, 4, mesh=alone()),
+    "out_features=-1": lambda: cc.RowParallelLinear(4, -1, mesh=alone()),
+    r"got x \[2, 5\]; the input must have 4 features": lambda: cc.ColumnParallelLinear(4, 4, mesh=alone())(torch.ones(2, 5)),
+    r"got x \[2, 5\]; this rank's shard must have 4": lambda: cc.RowParallelLinear(4, 4, mesh=alone())(torch.ones(2, 5)),
+    "packed weights with gather_output": lambda: cc.ColumnParallelLinear(4, 4, mesh=alone(), packed=(2, 2), gather_output=True),
+    "add up to 3, the parameter has 4": lambda: cc.ColumnParallelLinear(4, 4, mesh=alone(), packed=(1, 2)),
+    "activation 'gleu' is not known; did you mean 'gelu'": lambda: cc.ParallelMLP(4, 8, mesh=alone(), activation="gleu"),
+    "do not make an MLP": lambda: cc.ParallelMLP.from_linears(nn.Linear(4, 8), nn.Linear(7, 4), alone()),
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_what_cannot_work_is_refused(words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        BAD[words]()
