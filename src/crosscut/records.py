@@ -128,17 +128,17 @@ class RunRecord:
 
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise bad(f"not JSON ({error})") from None
         if not isinstance(data, dict):
             raise bad("not a JSON object")
         if data.get("schema") != SCHEMA:
             raise bad(f"its schema is {data.get('schema')!r}, this version reads {SCHEMA!r}")
         try:
-            rows = [Row(**{**row, "us": Times(**row["us"]) if row.get("us") else None}) for row in data.pop("rows")]
+            rows = [_row(row) for row in data.pop("rows")]
             hardware = Hardware(**data.pop("hardware"))
             return cls(rows=rows, hardware=hardware, **data)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise bad(f"a field is missing or unknown ({error})") from None
 
     @classmethod
@@ -151,6 +151,11 @@ class RunRecord:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{str(path)!r} cannot be read: {error}", code="file-unreadable", fix="check the file") from None
         return cls.from_json(text, source=repr(str(path)))
+
+
+def _row(row: dict[str, Any]) -> Row:
+    us, error = row.get("us"), row.get("error")
+    return Row(**{**row, "us": Times(**us) if us else None, "error": None if error is None else float(error)})
 
 
 def _plain(value: Any) -> Any:

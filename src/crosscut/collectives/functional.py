@@ -26,6 +26,10 @@ _OPS: dict[str, Any] = {
     "prod": dist.ReduceOp.PRODUCT,
 }
 
+# torch 2.13 renamed these two; 2.11 knows the old names alone
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @collective
 def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = None) -> Plan:
@@ -68,15 +72,16 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | Non
     if group.size == 1:
         return Plan(group, x, lambda: x)
     padded = _pad(x, dim, max(sizes))
-    whole = torch.empty((group.size, *padded.shape), dtype=x.dtype, device=x.device)
+    whole = torch.empty((group.size * padded.shape[0], *padded.shape[1:]), dtype=x.dtype, device=x.device)
 
     def issue(send: Tensor, receive: Tensor, async_op: bool) -> dist.Work | None:
-        return dist.all_gather_into_tensor(receive, send, group=group.process_group, async_op=async_op)
+        return all_gather_single(receive, send, group=group.process_group, async_op=async_op)
 
     def finish() -> Tensor:
+        stacked = whole.view(group.size, *padded.shape)
         if len(set(sizes)) > 1:
-            return torch.cat([part.narrow(dim, 0, size) for part, size in zip(whole, sizes, strict=True)], dim)
-        return whole.movedim(0, dim).flatten(dim, dim + 1)  # a view where nothing lies before dim, else one copy
+            return torch.cat([part.narrow(dim, 0, size) for part, size in zip(stacked, sizes, strict=True)], dim)
+        return stacked.movedim(0, dim).flatten(dim, dim + 1)  # a view where nothing lies before dim, else one copy
 
     return Plan(group, padded, finish, issue, target=whole, detail=f"dim {dim}")
 
@@ -99,7 +104,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes
 
     def issue(send: Tensor, receive: Tensor, async_op: bool) -> dist.Work | None:
         reduce_op = _OPS["sum" if averaged else op]
-        return dist.reduce_scatter_tensor(receive, send, op=reduce_op, group=group.process_group, async_op=async_op)
+        return reduce_scatter_single(receive, send, op=reduce_op, group=group.process_group, async_op=async_op)
 
     def finish() -> Tensor:
         part = mine.narrow(dim, 0, parts[group.rank])

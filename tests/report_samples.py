@@ -1,0 +1,80 @@
+"""Synthetic records for the report tests. The numbers are made up from simple formulas; nothing here was measured."""
+
+from __future__ import annotations
+
+from crosscut.records import Hardware, Row, RunRecord, Times
+
+SPEED = {"single": 1.0, "textbook": 1.6, "nccl": 1.3, "dtensor": 6.0, "crosscut": 0.7, "no_comm": 0.5}
+TOKENS = (1, 32, 512, 4096)
+
+
+def times(p50: float) -> Times:
+    return Times(p50 * 0.95, p50, p50 * 1.1, p50 * 1.4)
+
+
+def layer_rows(mode: str, subject: str = "linear", split: str = "column") -> list[Row]:
+    rows = []
+    for tokens in TOKENS:
+        names = ("in", "out") if subject == "linear" else ("hidden", "ffn")
+        shape = {"tokens": tokens, names[0]: 4096, names[1]: 14336}
+        base = (12.0 + tokens * 0.11) * (1 if mode == "graph" else 1.5)
+        for impl, factor in SPEED.items():
+            extra: dict[str, object] = {}
+            if impl != "single":
+                extra = {"split": split, "speedup": 1 / factor}
+                if impl != "no_comm":
+                    extra["comm_share"] = min(0.9, factor / 8 + 0.1)
+            world = 1 if impl == "single" else 2
+            error = None if impl == "no_comm" else 0.0021 * (1 + factor / 50)
+            path = "one-shot push" if impl == "crosscut" else None
+            us = times(base * factor)
+            rows.append(Row(subject, impl, mode, world, "bfloat16", shape, us=us, n=200, error=error, path=path, extra=extra))
+        rows.append(
+            Row(
+                "all_gather" if split == "column" else "all_reduce",
+                "nccl",
+                mode,
+                2,
+                "bfloat16",
+                bytes=tokens * 14336 * 2,
+                us=times(base * 0.6),
+                algbw_gbps=tokens * 14336 * 2 / base / 600,
+                busbw_gbps=tokens * 14336 / base / 600,
+                extra={"shape_of": shape},
+            )
+        )
+    return rows
+
+
+def record(rows: list[Row], **changes: object) -> RunRecord:
+    fields: dict[str, object] = {
+        "command": "crosscut bench linear --tp 2",
+        "config": {"tp": 2, "dtype": "bfloat16", "tokens": list(TOKENS)},
+        "hardware": Hardware("NVIDIA H200", 2, [["self", "NV18"], ["NV18", "self"]], "570.86.15"),
+        "versions": {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.28.9", "python": "3.11.7", "crosscut": "0.1.0"},
+        "rows": rows,
+        "commit": "1a2b3c4d5e6f",
+        "started": "2026-01-02T03:04:05+00:00",
+        "notes": ["crosscut's split pays from 1 token on: 1.43x one device.", "These are synthetic numbers."],
+    }
+    return RunRecord(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def linear_record(**changes: object) -> RunRecord:
+    rows = layer_rows("graph") + layer_rows("eager") + layer_rows("graph", "mlp", "pair")
+    return record(rows, **changes)
+
+
+def collectives_record(**changes: object) -> RunRecord:
+    rows = []
+    for impl, alpha, beta in (("nccl", 11.0, 260.0), ("nccl_symmetric", 8.0, 300.0), ("crosscut", 3.0, 380.0)):
+        for power in range(10, 29, 3):
+            nbytes = 1 << power
+            us = alpha + nbytes / beta / 1e3
+            rate = nbytes / us / 1e3
+            path = "one-shot: below 256 KiB on 2 ranks" if impl == "crosscut" else None
+            rows.append(
+                Row("all_reduce", impl, "graph", 2, "bfloat16", bytes=nbytes, us=times(us), n=500, algbw_gbps=rate,
+                    busbw_gbps=rate, error=1.7e-3, path=path)
+            )  # fmt: skip
+    return record(rows, **{"command": "crosscut bench collectives --tp 2", **changes})
