@@ -185,6 +185,11 @@ def test_rank_that_leaves_with_code_0_is_missed(capsys: pytest.CaptureFixture[st
     assert (error.code, error.message) == ("rank-died", "rank 1 of 2 left without a word")
 
 
+def test_ranks_that_all_leave_with_code_0_are_missed() -> None:
+    with pytest.raises(RankError, match=r"rank [01] of 2 left without a word"):
+        run(rank_functions.leave_silently, (), LaunchConfig(2))
+
+
 def test_rank_that_ignores_sigterm_is_ended_too(capsys: pytest.CaptureFixture[str]) -> None:
     error = _failure(capsys, "refuse_to_stop")
     assert error.message.startswith("rank 0 of 2 failed: ValueError: rank 0 is done for")

@@ -8,6 +8,7 @@ message instead of several tracebacks, nothing left behind after Ctrl-C, SIGTERM
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -66,6 +67,12 @@ def run(fn: Callable[..., T], args: tuple[Any, ...], config: LaunchConfig, on_pr
         raise UsageError(f"{config.nproc} ranks cannot be started", code="bad-option", fix="ask for at least 1")
     if config.nproc == 1:
         return only_rank(fn, args, alone(config, on_progress), config, debug)
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "ranks cannot be started while a rank is loading this script",
+            code="bad-option",
+            fix="start ranks under `if __name__ == '__main__':`, so that they can load the script without running it",
+        )
     place(config, 0, config.nproc)  # refuses what cannot work before anything starts
     return _start(fn, args, config, on_progress, debug)
 

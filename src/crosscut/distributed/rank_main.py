@@ -91,7 +91,7 @@ def joined_rank(
     try:
         with world(env, config, progress) as context:
             result = fn(context, *args)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if is_echo(error):
             time.sleep(HOLD)
         raise as_failure(error, env.rank, env.world_size, config.timeout, debug) from error
@@ -102,7 +102,7 @@ def only_rank(fn: Callable[..., Any], args: tuple[Any, ...], context: RankContex
     """Call ``fn`` in this process as the only rank there is."""
     try:
         return fn(context, *args)
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         raise as_failure(error, 0, 1, config.timeout, debug) from error
 
 
@@ -112,6 +112,8 @@ def as_failure(error: BaseException, rank: int, world_size: int, timeout: float,
     with the whole traceback when ``debug``."""
     if isinstance(error, CrosscutError):
         return error
+    if isinstance(error, KeyboardInterrupt):
+        return RankError("the run was ended by SIGINT", code="interrupted")
     who = f"rank {rank} of {world_size}"
     words = str(error).strip() or "no message"
     if is_echo(error) and _TIMED_OUT.search(words):
