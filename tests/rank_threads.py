@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
+    ThreadLocalWorld,
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
@@ -18,6 +19,9 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 from crosscut.distributed.mesh import make_mesh
 
 T = TypeVar("T")
+
+if not hasattr(ThreadLocalWorld, "comms"):  # torch 2.11's threaded world lacks what its own teardown reads
+    ThreadLocalWorld.comms = property(lambda self: [])
 
 
 def run_ranks(world: int, fn: Callable[..., T], *args: Any, tp: int | None = None) -> list[T]:

@@ -17,6 +17,11 @@ from crosscut.errors import UsageError, choose, nearest
 PREFIX = "CROSSCUT_"
 
 
+def quiet_torch() -> None:
+    """Keep torch's C++ warnings off the user's screen unless the user set a level; call it before torch is imported."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 @dataclass(frozen=True)
 class Settings:
     """Values of the CROSSCUT_* variables."""

@@ -9,6 +9,7 @@ rank's. In graph mode the ``inner`` calls are one CUDA graph. Before a checked r
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -121,11 +122,15 @@ def _checked(run: Callable[[], None], outputs: list[Tensor]) -> list[Tensor]:
 
 
 def _poisoned(call: Call) -> Tensor:
-    """The output of ``call`` when the memory it is likely to get holds NaN."""
-    like = call()
-    poison = [torch.full_like(like, float("nan")) for _ in range(2)]
-    del like, poison
-    return call().clone()
+    """The output of ``call`` when memory that torch hands out uninitialised holds NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)  # what makes torch.empty fill with NaN
+        try:
+            return call().clone()
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _sample(run: Callable[[], None], inner: int, group: Group) -> float:

@@ -10,7 +10,7 @@ from rich.console import Console
 from crosscut.cli.bench import bench
 from crosscut.cli.convert import convert
 from crosscut.cli.report import report
-from crosscut.env import settings
+from crosscut.env import quiet_torch, rank_env, settings
 from crosscut.errors import CrosscutError
 from crosscut.version import __version__
 
@@ -39,6 +39,7 @@ def crosscut(
 def main() -> None:
     """Entry of the console script."""
     try:
+        quiet_torch()
         settings()
         app()
     except CrosscutError as error:
@@ -55,9 +56,18 @@ def main() -> None:
 def tell(error: CrosscutError) -> None:
     """Write an error for people: what happened, its code, and what to do."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print("[bold red]error:[/] ", end="")
+    console.print(f"{_who()}[bold red]error:[/] ", end="")
     console.print(error.message, markup=False, end="")
     console.print(f" \\[{error.code}]", style="dim")
     if error.fix:
         console.print("[bold]what to do:[/] ", end="")
         console.print(error.fix, markup=False)
+
+
+def _who() -> str:
+    """In ranks that another launcher started, which one speaks."""
+    try:
+        env = rank_env()
+    except CrosscutError:  # the very error that is being told
+        return ""
+    return "" if env is None else f"\\[rank {env.rank}] "
