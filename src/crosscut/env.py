@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from crosscut.errors import UsageError, choose, nearest
 
@@ -22,12 +23,19 @@ def quiet_torch() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
+def cache_folder() -> Path:
+    """Where compiled kernels and measured thresholds are kept: XDG_CACHE_HOME/crosscut, by default ~/.cache/crosscut."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crosscut"
+
+
 @dataclass(frozen=True)
 class Settings:
     """Values of the CROSSCUT_* variables."""
 
     timeout: float = 60.0
     """CROSSCUT_TIMEOUT: seconds any single wait may take (a start, a collective) before it becomes an error."""
+    collectives: str = "auto"
+    """CROSSCUT_COLLECTIVES: auto; nccl (never crosscut's kernels); kernels (always, an error where they cannot run)."""
     log: str = "warning"
     """CROSSCUT_LOG: debug, info, warning or error: how much a run says on standard error."""
 
@@ -54,8 +62,15 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
             code="bad-env",
             fix="set it to seconds, above 0 and at most 86400",
         )
-    log = environ.get("CROSSCUT_LOG", Settings.log).lower()
-    return Settings(timeout=seconds, log=choose("CROSSCUT_LOG", log, ("debug", "info", "warning", "error"), code="bad-env"))
+
+    def one_of(name: str, otherwise: str, *allowed: str) -> str:
+        return choose(name, environ.get(name, otherwise).lower(), allowed, code="bad-env")
+
+    return Settings(
+        timeout=seconds,
+        collectives=one_of("CROSSCUT_COLLECTIVES", Settings.collectives, "auto", "nccl", "kernels"),
+        log=one_of("CROSSCUT_LOG", Settings.log, "debug", "info", "warning", "error"),
+    )
 
 
 @dataclass(frozen=True)

@@ -64,15 +64,13 @@ def run(ctx: RankContext, config: LinearConfig) -> RunRecord:
         with torch.no_grad():
             rows += _measure(build(), mesh, modes, against, config.seconds, ctx, (index, len(problems)))
     on_gpu = mesh.device.type == "cuda"
-    notes = [pays_from("crosscut", mode, rows) for mode in modes] if mesh.tp.size > 1 else []
+    disturbed = noisy(rows)
+    notes = [disturbed] if disturbed else [pays_from("crosscut", mode, rows) for mode in modes if mesh.tp.size > 1]
     if not on_gpu and mesh.tp.size > 1:
         notes.append(
             "These ranks are processes that share the cores of one CPU: the times show what splitting costs, "
             "not what it gains on GPUs. One device could use all the cores."
         )
-    disturbed = noisy(rows)
-    if disturbed is not None:
-        notes.append(disturbed)
     wrong = wrong_results(rows)
     notes += wrong or [f"All {sum(row.error is not None for row in rows)} results equal the float64 reference to rounding."]
     return RunRecord(

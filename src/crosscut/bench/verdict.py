@@ -72,7 +72,7 @@ def noisy(rows: Sequence[Row]) -> str | None:
         return None
     return (
         f"This run is noisy: in {len(wide)} of {len(timed)} cases the slow samples (p90) took more than twice as long as "
-        "the fast ones (p10). Something else was running; measure again before you trust a ratio."
+        "the fast ones (p10). Something else was running, so there is no verdict: measure again."
     )
 
 

@@ -18,11 +18,7 @@ Out = Annotated[Path, typer.Option("--out", "-o", help="The page to write; an ex
 
 
 def report(files: Files, out: Out = Path("report.html")) -> None:
-    """Draw records as one HTML page: verdict, machine, charts, tables and the raw data. It opens without a network.
-
-    Prints the path of the page. Raises UsageError for a missing file or folder, a file that is not a record, and a
-    missing extra (``pip install 'crosscut[report]'``).
-    """
+    """Draw records as one HTML page: verdict, machine, charts, tables and the raw data. It opens without a network."""
     from crosscut.report.html import write
 
     typer.echo(str(write(files, out)))

@@ -9,9 +9,11 @@ from crosscut.collectives.autograd import (
     scatter_to_tp,
 )
 from crosscut.collectives.call import Pending
+from crosscut.collectives.fast import choice
 from crosscut.collectives.functional import (
     all_gather,
     all_reduce,
+    all_reduce_norm,
     all_to_all,
     barrier,
     broadcast,
@@ -24,9 +26,11 @@ __all__ = [
     "Pending",
     "all_gather",
     "all_reduce",
+    "all_reduce_norm",
     "all_to_all",
     "barrier",
     "broadcast",
+    "choice",
     "copy_to_tp",
     "gather_from_tp",
     "gather_sequence",

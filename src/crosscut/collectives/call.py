@@ -60,14 +60,21 @@ class Pending:
 
 
 class Collective(Generic[P]):
-    """A collective operation: call it for the result, or ``start`` it for a :class:`Pending`."""
+    """A collective operation: call it for the result, or ``start`` it for a :class:`Pending`.
 
-    def __init__(self, plan: Callable[P, Plan]) -> None:
-        self._plan = plan
+    ``fast`` is tried first by a call: it gives the result, or None to leave the operation to the plan.
+    """
+
+    def __init__(self, plan: Callable[P, Plan], fast: Callable[P, Tensor | None] | None) -> None:
+        self._plan, self._fast = plan, fast
         self.__name__ = plan.__name__
         self.__doc__ = plan.__doc__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        if self._fast is not None:
+            result = self._fast(*args, **kwargs)
+            if result is not None:
+                return result
         return self._issue(self._plan(*args, **kwargs), async_op=False).wait()
 
     def start(self, *args: P.args, **kwargs: P.kwargs) -> Pending:
@@ -90,9 +97,14 @@ class Collective(Generic[P]):
         return pending
 
 
-def collective(plan: Callable[P, Plan]) -> Collective[P]:
+def collective(fast: Callable[P, Tensor | None]) -> Callable[[Callable[P, Plan]], Collective[P]]:
     """Decorator: a function that returns a :class:`Plan` becomes a :class:`Collective` with the same arguments."""
-    return Collective(plan)
+    return lambda plan: Collective(plan, fast)
+
+
+def plain_collective(plan: Callable[P, Plan]) -> Collective[P]:
+    """As :func:`collective`, for an operation that no kernel carries."""
+    return Collective(plan, None)
 
 
 def _through_host(

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from crosscut.collectives.call import Plan, collective
+from crosscut.collectives import fast
+from crosscut.collectives.call import Plan, collective, plain_collective
 from crosscut.distributed.mesh import Group
 from crosscut.errors import UsageError, choose
 
@@ -31,7 +33,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@collective
+@collective(fast.all_reduce)
 def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = None) -> Plan:
     """Every rank gets the element-wise reduction (sum, avg, max, min, prod) of all ranks' ``x``, any shape.
 
@@ -60,7 +62,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = No
     return Plan(group, buffer, finish, issue, detail=op)
 
 
-@collective
+@collective(fast.all_gather)
 def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Plan:
     """Every rank gets all ranks' ``x`` joined along ``dim``, in the order of the ranks.
 
@@ -86,7 +88,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | Non
     return Plan(group, padded, finish, issue, target=whole, detail=f"dim {dim}")
 
 
-@collective
+@collective(fast.reduce_scatter)
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes: Sequence[int] | None = None) -> Plan:
     """Rank r gets the r-th part along ``dim`` of the element-wise reduction (sum, avg, max, min, prod) of all ranks' ``x``.
 
@@ -113,7 +115,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes
     return Plan(group, stacked, finish, issue, target=mine, detail=f"{op}, dim {dim}")
 
 
-@collective
+@collective(fast.broadcast)
 def broadcast(x: Tensor, group: Group, src: int = 0, out: Tensor | None = None) -> Plan:
     """Every rank gets the ``x`` of rank ``src`` of the group. ``out=x`` overwrites in place.
 
@@ -133,7 +135,7 @@ def broadcast(x: Tensor, group: Group, src: int = 0, out: Tensor | None = None) 
     return Plan(group, buffer, finish, issue, detail=f"src {src}")
 
 
-@collective
+@collective(fast.all_to_all)
 def all_to_all(
     x: Tensor,
     group: Group,
@@ -173,7 +175,7 @@ def all_to_all(
     return Plan(group, source, finish, issue, target=target, detail=f"dims {split_dim}, {concat_dim}")
 
 
-@collective
+@plain_collective
 def send(x: Tensor, group: Group, dst: int, tag: int = 0) -> Plan:
     """Send ``x`` to rank ``dst`` of the group, which must ``recv`` the same shape and dtype. Returns ``x``.
 
@@ -187,7 +189,7 @@ def send(x: Tensor, group: Group, dst: int, tag: int = 0) -> Plan:
     return Plan(group, x.contiguous(), lambda: x, issue, detail=f"dst {dst}")
 
 
-@collective
+@plain_collective
 def recv(out: Tensor, group: Group, src: int, tag: int = 0) -> Plan:
     """Receive into ``out`` what rank ``src`` of the group sends, and return it.
 
@@ -200,6 +202,41 @@ def recv(out: Tensor, group: Group, src: int, tag: int = 0) -> Plan:
         return dist.irecv(receive, src=group.ranks[src], group=group.process_group, tag=tag)
 
     return Plan(group, buffer, lambda: out if out is buffer else out.copy_(buffer), issue, detail=f"src {src}")
+
+
+def all_reduce_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    group: Group,
+    eps: float = 1e-5,
+    bias: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    layer_norm: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """What follows a row-parallel multiply: ``z = residual + sum over ranks of x + bias``, and its norm. Returns (norm, z).
+
+    ``x, residual [..., H]``, ``weight, bias, norm_bias [H]``. RMSNorm (arXiv 1910.07467) or, with ``layer_norm``,
+    LayerNorm (arXiv 1607.06450). One kernel where crosscut's serve, else an all-reduce and torch's own operations; each
+    step is rounded to the dtype in both. Carries no gradient.
+    Raises UsageError (``bad-shape``) when the shapes do not fit.
+    """
+    hidden = x.shape[-1:]
+    if residual.shape != x.shape or any(t is not None and t.shape != hidden for t in (weight, bias, norm_bias)):
+        raise UsageError(
+            f"x {list(x.shape)}, residual {list(residual.shape)} and weights {list(weight.shape)} do not fit",
+            code="bad-shape",
+            fix="residual must have x's shape, and weight, bias and norm_bias the size of its last dim",
+        )
+    fused = fast.all_reduce_norm(x, residual, weight, group, eps, bias, norm_bias, layer_norm)
+    if fused is not None:
+        return fused
+    y = all_reduce(x, group)
+    z = residual + (y if bias is None else y + bias)
+    if layer_norm:
+        return F.layer_norm(z, hidden, weight, norm_bias, eps), z
+    normed = F.rms_norm(z, hidden, weight, eps)
+    return (normed if norm_bias is None else normed + norm_bias), z
 
 
 def barrier(group: Group) -> None:

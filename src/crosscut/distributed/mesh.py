@@ -5,7 +5,8 @@ Neighbouring ranks form a tp group (they talk most, so they should be nearest); 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ class Group:
     device: torch.device
     process_group: dist.ProcessGroup | None = None
     observer: Observer | None = None
+    cache: dict[str, Any] = field(default_factory=dict)
+    """What the rooms above build once for this group (its kernels' workspace), shared by every copy of it."""
 
     def observed_by(self, observer: Observer | None) -> Group:
         """The same group with ``observer`` told of each collective."""

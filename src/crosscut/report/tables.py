@@ -308,14 +308,13 @@ def label(record: RunRecord) -> str:
 def table(record: RunRecord) -> RenderableType:
     """The record for a terminal of 100 columns: comparison sheets of a layer benchmark, else every row; then the notes."""
     sheets = comparison_sheets(record) or [rows_sheet(record)]
-    parts: list[RenderableType] = [part for sheet in sheets for part in (_rich(sheet), Text())]
+    parts: list[RenderableType] = [part for sheet in sheets for part in (Text(sheet.title, style="bold"), _rich(sheet), Text())]
     captions = dict.fromkeys(sheet.caption for sheet in sheets)
     return Group(*parts, *(Text(caption, style="dim") for caption in captions), *map(Text, record.notes))
 
 
 def _rich(sheet: Sheet) -> Table:
-    title = Text(sheet.title, style="bold")
-    shown = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for column in sheet.columns:
         shown.add_column(Text(column.name), justify="right" if column.numeric else "left", overflow="fold")
     for row in sheet.rows:

@@ -1,0 +1,172 @@
+"""The host side of exchange.cu: which kernel, which grid, and one prepared launch for each.
+
+An :class:`Exchange` belongs to one rank of one group. Calls must come in the same order on every rank of the group, as
+with NCCL; a call may be captured into a CUDA graph. Outputs are written by the time the stream gets there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from crosscut.kernels.compile import function
+from crosscut.kernels.launch import Launch
+from crosscut.kernels.workspace import Workspace
+
+TYPES = {torch.bfloat16: ("bf16", "Bf16"), torch.float16: ("fp16", "Fp16"), torch.float32: ("fp32", "Fp32")}
+REDUCTIONS = {"sum": "Sum", "max": "Max"}
+LANE_THREADS, BLOCK_THREADS = 128, 512
+
+
+class Exchange:
+    """Collectives of one group over its :class:`Workspace`.
+
+    ``algorithm`` is ``lanes`` (the data is its own flag, lowest latency) or ``blocks`` (staged chunks, the wire's rate);
+    all-reduce adds ``two_shot`` to either (``lanes_two_shot``, ``blocks_two_shot``).
+    """
+
+    def __init__(self, workspace: Workspace, device: torch.device, grid: int = 32) -> None:
+        self.workspace, self.device = workspace, device
+        self.size, self.rank = workspace.layout.size, workspace.rank
+        self.grid = min(grid, workspace.layout.blocks)
+        self._launches: dict[str, Launch] = {}
+        self._index = device.index if device.index is not None else torch.cuda.current_device()
+        self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._last_stream: int | None = None
+
+    def most(self, op: str, algorithm: str) -> float:
+        """The most bytes of a part (all_reduce: of the whole) that ``algorithm`` carries; blocks have no limit."""
+        if algorithm.startswith("blocks"):
+            return float("inf")
+        lanes = self.workspace.layout.lanes
+        if op in ("all_reduce", "all_reduce_norm"):
+            return lanes * 16 * (self.size if algorithm == "lanes_two_shot" else 1)
+        return lanes * 8
+
+    def all_reduce(self, x: Tensor, out: Tensor, op: str = "sum", algorithm: str = "lanes") -> Tensor:
+        """``out`` = reduction of all ranks' ``x`` (sum or max; bf16, fp16, fp32; contiguous; any length; ``out`` may be x).
+
+        Sums are taken in float32 in the order of the ranks, so every rank gets the same bits.
+        """
+        short, name = TYPES[x.dtype]
+        two = algorithm.endswith("two_shot")
+        kernel = ("two_shot" if two else "one_shot") + ("_blocks" if algorithm.startswith("blocks") else "")
+        body = {
+            "one_shot": f"one_shot<{name}, {REDUCTIONS[op]}>(c)",
+            "two_shot": f"two_shot<{name}, {REDUCTIONS[op]}>(c, total_bytes)",
+            "one_shot_blocks": f"blocks<BLOCK_ONE_SHOT, {name}, {REDUCTIONS[op]}>(c)",
+            "two_shot_blocks": f"blocks_two_shot<{name}, {REDUCTIONS[op]}>(c, total_bytes)",
+        }[kernel]
+        launch = self._launch(f"{kernel}_{short}_{op}", body, "all_reduce")
+        nbytes = x.nbytes
+        part = -(-nbytes // (16 * self.size)) * 16 if two else nbytes
+        launch.call.input, launch.call.output, launch.total.value = x.data_ptr(), out.data_ptr(), nbytes
+        return self._go(launch, algorithm, part, 16, out)
+
+    def all_gather(self, x: Tensor, out: Tensor, algorithm: str = "lanes", row: int | None = None) -> Tensor:
+        """``out`` = all ranks' ``x`` one after the other, any dtype, bit for bit; both contiguous.
+
+        ``row``: bytes of a row of ``x`` when ``out`` joins them along the last dim: out [T, size * F], x [T, F].
+        """
+        return self._move("all_gather", "GATHER", x, out, algorithm, x.nbytes, row)
+
+    def all_to_all(self, x: Tensor, out: Tensor, algorithm: str = "lanes", row: int | None = None) -> Tensor:
+        """Part q of ``out`` = part ``rank`` of rank q's ``x``, any dtype, bit for bit; parts lie one after the other."""
+        return self._move("all_to_all", "ALL_TO_ALL", x, out, algorithm, x.nbytes // self.size, row)
+
+    def broadcast(self, x: Tensor, out: Tensor, root: int, algorithm: str = "lanes") -> Tensor:
+        """``out`` = the ``x`` of rank ``root``, any dtype, bit for bit; ``out`` may be ``x``."""
+        return self._move("broadcast", "BROADCAST", x, out, algorithm, x.nbytes, None, root)
+
+    def reduce_scatter(
+        self, x: Tensor, out: Tensor, op: str = "sum", algorithm: str = "lanes", row: int | None = None
+    ) -> Tensor:
+        """``out`` = part ``rank`` of the reduction of all ranks' ``x`` (sum or max; bf16, fp16, fp32).
+
+        ``row``: bytes of a row of ``out`` when parts lie along the last dim: x [T, size * F], out [T, F].
+        """
+        short, name = TYPES[x.dtype]
+        template = "flagged<SCATTER" if algorithm == "lanes" else "blocks<BLOCK_SCATTER"
+        body = f"{template}, {name}, {REDUCTIONS[op]}>(c)"
+        launch = self._launch(f"reduce_scatter_{algorithm}_{short}_{op}", body, "reduce_scatter")
+        launch.call.input, launch.call.output = x.data_ptr(), out.data_ptr()
+        launch.call.row = row or out.nbytes
+        return self._go(launch, algorithm, out.nbytes, 8, out)
+
+    def all_reduce_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        eps: float,
+        out: Tensor,
+        residual_out: Tensor,
+        bias: Tensor | None = None,
+        beta: Tensor | None = None,
+        layer_norm: bool = False,
+    ) -> Tensor:
+        """The tail of a row-parallel layer in one kernel; all of ``x, residual, out, residual_out`` are [T, H], contiguous.
+
+        ``residual_out`` = residual + sum over ranks of x + bias; ``out`` = RMSNorm (or LayerNorm) of it, times gamma,
+        plus beta. Needs H a multiple of 16 bytes, at most 4096 vectors of 16 bytes, and all T tokens in the lanes.
+        """
+        short, name = TYPES[x.dtype]
+        tokens, hidden = x.shape
+        width = hidden * x.element_size() // 16
+        vectors = next(v for v in (1, 2, 4) if width <= 1024 * v)
+        kind = "layer" if layer_norm else "rms"
+        body = f"tail<{name}, {vectors}, {'true' if layer_norm else 'false'}>(c)"
+        launch = self._launch(f"{kind}_tail_{vectors}_{short}", body, "all_reduce_norm")
+        call = launch.call
+        call.input, call.residual, call.gamma = x.data_ptr(), residual.data_ptr(), gamma.data_ptr()
+        call.output, call.residual_out = out.data_ptr(), residual_out.data_ptr()
+        call.bias = 0 if bias is None else bias.data_ptr()
+        call.beta = 0 if beta is None else beta.data_ptr()
+        call.hidden, call.eps = hidden, eps
+        self._queue(launch, tokens, -(-width // (32 * vectors)) * 32)
+        return out
+
+    def _move(
+        self, op: str, kind: str, x: Tensor, out: Tensor, algorithm: str, part: int, row: int | None, root: int = 0
+    ) -> Tensor:
+        template = f"flagged<{kind}" if algorithm == "lanes" else f"blocks<BLOCK_{kind}"
+        launch = self._launch(f"{op}_{algorithm}", f"{template}, Fp32, Sum>(c)", op)
+        call = launch.call
+        call.input, call.output, call.row, call.root = x.data_ptr(), out.data_ptr(), row or part, root
+        return self._go(launch, algorithm, part, 8, out)
+
+    def _launch(self, name: str, body: str, op: str) -> Launch:
+        launch = self._launches.get(name)
+        if launch is None:
+            threads = BLOCK_THREADS if "blocks" in name else 1024
+            line = f"KERNEL({name}, {threads}, ({body}))"
+            launch = Launch(function(line, name, self.size, self._index), self.workspace.call(op))
+            self._launches[name] = launch
+        return launch
+
+    def _go(self, launch: Launch, algorithm: str, part: int, lane: int, out: Tensor) -> Tensor:
+        """Queue a kernel over parts of ``part`` bytes; ``lane``: bytes that one thread of a lanes kernel moves."""
+        if part == 0:
+            return out
+        launch.call.bytes = part
+        if algorithm.startswith("lanes"):
+            self._queue(launch, -(-part // (lane * LANE_THREADS)), LANE_THREADS)
+        else:
+            self._queue(launch, min(self.grid, -(-part // self.workspace.layout.chunk)), BLOCK_THREADS)
+        return out
+
+    def _queue(self, launch: Launch, grid: int, block: int) -> None:
+        self.workspace.check()
+        stream = self._stream(self._index)
+        if stream != self._last_stream:
+            self._follow(stream)
+        launch(grid, block, stream)
+
+    def _follow(self, stream: int) -> None:
+        """Calls of a group happen in the order in which they are issued, also when they come from another stream."""
+        if self._last_stream is not None and not torch.cuda.is_current_stream_capturing():
+            before = torch.cuda.ExternalStream(self._last_stream, self.device)
+            torch.cuda.current_stream(self.device).wait_stream(before)
+        self._last_stream = stream
