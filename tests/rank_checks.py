@@ -14,7 +14,7 @@ from crosscut import collectives as cc
 from crosscut.distributed.mesh import Mesh, make_mesh
 from crosscut.sharding import shard_sizes
 from layer_cases import KINDS, call_mlp, inputs, mlp_step, split_step, unsplit_linear, unsplit_mlp
-from parity import assert_equal_to_rounding, step
+from parity import assert_equal_to_rounding, relative_error, step
 
 
 def values(mesh: Mesh, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -138,3 +138,29 @@ def eager_overhead(ctx: Any, tokens: int, hidden: int, ffn: int) -> dict[str, fl
 
     record = run(ctx, LinearConfig(ctx.world_size, (f"{tokens}x{hidden}->{ffn}->{hidden}",), modes=("eager",), seconds=1.0))
     return {row.impl: row.us.p50 for row in record.rows if row.us is not None and row.shape is not None}
+
+
+def check_norm(ctx: Any) -> int:
+    """all_reduce_norm, fused or not, against its parts in float64; returns how many cases were compared."""
+    mesh = make_mesh(device=ctx.device)
+    group, cases = mesh.tp, 0
+    for dtype in (torch.bfloat16, torch.float32):
+        for tokens, hidden in ((1, 4096), (5, 576), (3, 20)):  # 20 bf16 are no whole vectors: the plain way
+            for layer_norm in (False, True):
+                generator = torch.Generator().manual_seed(tokens)
+                draw = [torch.randn(tokens, hidden, generator=generator).to(mesh.device, dtype) for _ in range(group.size)]
+                residual = torch.randn(tokens, hidden, generator=generator).to(mesh.device, dtype)
+                weight, bias, shift = (torch.randn(hidden, generator=generator).to(mesh.device, dtype) for _ in range(3))
+                normed, z = cc.all_reduce_norm(
+                    draw[group.rank], residual, weight, group, 1e-5, bias, shift if layer_norm else None, layer_norm
+                )
+                whole = residual.double() + torch.stack(draw).double().sum(0) + bias.double()
+                exact = (
+                    nn.functional.layer_norm(whole, (hidden,), weight.double(), shift.double(), 1e-5)
+                    if layer_norm
+                    else nn.functional.rms_norm(whole, (hidden,), weight.double(), 1e-5)
+                )
+                for got, expected in ((z, whole), (normed, exact)):
+                    assert relative_error(got, expected) < 3 * torch.finfo(dtype).eps
+                cases += 1
+    return cases

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crosscut.errors import CollectiveTimeout
+from crosscut.kernels.exchange import Exchange
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 if torch.cuda.is_available():
@@ -155,28 +156,34 @@ def test_parts_side_by_side(world: int, algorithm: str) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_reduce_residual_norm(world: int, dtype: torch.dtype, layer_norm: bool) -> None:
     for tokens, hidden in ((1, 4096), (8, 4096), (3, 576), (2, 8192), (1, 16384), (7, 8)):
-        xs = random(world, (tokens, hidden), dtype, seed=tokens)
-        residual, gamma, beta, bias = (random(1, shape, dtype, seed=i)[0] for i, shape in enumerate([(tokens, hidden)] + [(hidden,)] * 3))  # fmt: skip
         for with_bias in (False, True):
+            check_norm(world, dtype, layer_norm, tokens, hidden, with_bias)
 
-            def body(exchange, rank, with_bias=with_bias, xs=xs, residual=residual, gamma=gamma, beta=beta, bias=bias):  # type: ignore[no-untyped-def]
-                out, residual_out = poisoned(residual), poisoned(residual)
-                exchange.all_reduce_norm(
-                    xs[rank], residual, gamma, 1e-5, out, residual_out, bias if with_bias else None,
-                    beta if layer_norm else None, layer_norm,
-                )  # fmt: skip
-                return out, residual_out
 
-            whole = reduced(xs, "sum")
-            whole = whole + bias if with_bias else whole
-            expected = residual + whole
-            normed = F.layer_norm(expected.double(), (hidden,), gamma.double(), beta.double(), 1e-5) if layer_norm else F.rms_norm(expected.double(), (hidden,), gamma.double(), 1e-5)  # fmt: skip
-            results = ranks(world).run(body)
-            for out, residual_out in results:
-                assert same_bits(residual_out, expected)
-                assert same_bits(out, results[0][0])
-                error = float((out.double() - normed).norm() / normed.norm())
-                assert error < 2 * torch.finfo(dtype).eps, (tokens, hidden, error)
+def check_norm(world: int, dtype: torch.dtype, layer_norm: bool, tokens: int, hidden: int, with_bias: bool) -> None:
+    xs = random(world, (tokens, hidden), dtype, seed=tokens)
+    residual = random(1, (tokens, hidden), dtype, seed=1)[0]
+    gamma, shift, bias = random(3, (hidden,), dtype, seed=2)
+    extra, beta = bias if with_bias else None, shift if layer_norm else None
+
+    def body(exchange: Exchange, rank: int) -> tuple[Tensor, Tensor]:
+        out, z = poisoned(residual), poisoned(residual)
+        exchange.all_reduce_norm(xs[rank], residual, gamma, 1e-5, out, z, extra, beta, layer_norm)
+        return out, z
+
+    whole = reduced(xs, "sum")
+    expected = residual + (whole + bias if with_bias else whole)
+    exact = (
+        F.layer_norm(expected.double(), (hidden,), gamma.double(), shift.double(), 1e-5)
+        if layer_norm
+        else F.rms_norm(expected.double(), (hidden,), gamma.double(), 1e-5)
+    )
+    results = ranks(world).run(body)
+    for out, z in results:
+        assert same_bits(z, expected)
+        assert same_bits(out, results[0][0])
+        error = float((out.double() - exact).norm() / exact.norm())
+        assert error < 2 * torch.finfo(dtype).eps, (tokens, hidden, error)
 
 
 def test_graph_replays_and_eager_calls_interleave() -> None:
@@ -186,12 +193,13 @@ def test_graph_replays_and_eager_calls_interleave() -> None:
     xs = random(world, (size,), torch.bfloat16)
     outs = [[torch.empty_like(x) for _ in range(3)] for x in xs]
 
-    def calls(exchange, rank):  # type: ignore[no-untyped-def]
+    def calls(exchange: Exchange, rank: int) -> None:
         exchange.all_reduce(xs[rank], outs[rank][0], "sum", "lanes")
         exchange.all_reduce(outs[rank][0], outs[rank][1], "max", "lanes_two_shot")
         exchange.all_reduce(xs[rank], outs[rank][2], "sum", "blocks")
 
-    group.run(calls)
+    for algorithm, op in (("lanes", "sum"), ("lanes_two_shot", "max"), ("blocks", "sum")):  # compile one by one
+        group.run(lambda exchange, rank, a=algorithm, op=op: exchange.all_reduce(xs[rank], outs[rank][0], op, a))
     graphs = []
     for rank in range(world):
         graph = torch.cuda.CUDAGraph()
@@ -202,7 +210,8 @@ def test_graph_replays_and_eager_calls_interleave() -> None:
         fresh = random(world, (size,), torch.bfloat16, seed=step)
         for x, f in zip(xs, fresh, strict=True):
             x.copy_(f)
-        group.run(lambda exchange, rank: graphs[rank].replay() if step % 3 else calls(exchange, rank))
+        replay = step % 3 != 0
+        group.run(lambda exchange, rank, replay=replay: graphs[rank].replay() if replay else calls(exchange, rank))
         expected = reduced(xs, "sum")
         for out in outs:
             assert same_bits(out[0], expected)
@@ -216,10 +225,11 @@ def mixed_call(group: VirtualRanks, roll: dice.Random, step: int) -> Callable[[]
     dtype, kind = roll.choice(FLOATS), roll.randrange(6)
     delays = [roll.choice([0, 0, 2000, 40_000]) for _ in range(world)]
     algorithm = roll.choice(["lanes", "blocks"])
-    xs = [((torch.arange(size * (world if kind in (2, 3) else 1), device="cuda") * (rank + 3) + step) % 17 - 8).to(dtype) for rank in range(world)]  # fmt: skip
+    places = torch.arange(size * (world if kind in (2, 3) else 1), device="cuda")
+    xs = [((places * (rank + 3) + step) % 17 - 8).to(dtype) for rank in range(world)]
     results: list[Tensor] = []
 
-    def body(exchange, rank):  # type: ignore[no-untyped-def]
+    def body(exchange: Exchange, rank: int) -> Tensor:
         if delays[rank]:
             torch.cuda._sleep(delays[rank])
         x = xs[rank]
@@ -287,7 +297,7 @@ def test_two_groups_and_changing_streams_do_not_mix() -> None:
 def test_a_rank_that_never_calls_is_named_before_the_deadline_twice_over(world: int, algorithm: str) -> None:
     group = VirtualRanks(world, deadline=0.4)
     xs = random(world, (9000,), torch.bfloat16)
-    group.warm(lambda exchange, rank: exchange.all_reduce(xs[rank], poisoned(xs[rank]), "sum", algorithm))
+    group.run(lambda exchange, rank: exchange.all_reduce(xs[rank], poisoned(xs[rank]), "sum", algorithm))
     start = time.monotonic()
     group.run(
         lambda exchange, rank: exchange.all_reduce(xs[rank], poisoned(xs[rank]), "sum", algorithm), only=list(range(world - 1))
@@ -303,7 +313,7 @@ def test_a_late_rank_is_waited_for() -> None:
     group = VirtualRanks(2, deadline=5)
     xs = random(2, (9000,), torch.bfloat16)
 
-    def late(exchange, rank):  # type: ignore[no-untyped-def]
+    def late(exchange: Exchange, rank: int) -> Tensor:
         if rank == 1:
             torch.cuda._sleep(600_000_000)  # about 0.3 s
         return exchange.all_reduce(xs[rank], poisoned(xs[rank]))
@@ -323,7 +333,7 @@ def test_a_rank_that_calls_with_another_size_is_named() -> None:
 def test_a_broken_group_ends_its_kernels_at_once() -> None:
     group = VirtualRanks(2, deadline=0.4)
     xs = random(2, (9000,), torch.bfloat16)
-    group.warm(lambda exchange, rank: exchange.all_reduce(xs[rank], poisoned(xs[rank])))
+    group.run(lambda exchange, rank: exchange.all_reduce(xs[rank], poisoned(xs[rank])))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=group.streams[0]):
         for _ in range(20):

@@ -16,7 +16,11 @@ from crosscut.kernels.workspace import Layout, virtual_workspaces
 
 
 class VirtualRanks:
-    """``size`` ranks of one group. ``run(fn)`` calls ``fn(exchange, rank)`` on each rank's stream and returns the results."""
+    """``size`` ranks of one group. ``run(fn)`` calls ``fn(exchange, rank)`` on each rank's stream and returns the results.
+
+    One thread issues for all, so ``fn`` may wait for nothing: of several kernels it queues, none may be new (loading code
+    waits for the running kernels, and those wait for ranks whose turn has not come).
+    """
 
     def __init__(self, size: int, deadline: float = 20.0, grid: int | None = None, layout: Layout | None = None) -> None:
         self.size = size
@@ -33,10 +37,6 @@ class VirtualRanks:
                 results.append(fn(self.ranks[rank], rank))
         torch.cuda.synchronize()
         return results
-
-    def warm(self, fn: Callable[[Exchange, int], Any]) -> None:
-        """Compile what ``fn`` needs before ranks wait for each other."""
-        self.run(fn)
 
 
 def random(size: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:

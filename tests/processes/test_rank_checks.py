@@ -16,3 +16,7 @@ def test_layers_over_gloo() -> None:
     compared = run(rank_checks.check_layers, (torch.float32,), LaunchConfig(3, "gloo", "cpu"))
     assert compared is not None
     assert compared > 80
+
+
+def test_all_reduce_norm_over_gloo() -> None:
+    assert run(rank_checks.check_norm, (), LaunchConfig(2, "gloo", "cpu")) == 12

@@ -58,7 +58,8 @@ class RankContext:
 def place(config: LaunchConfig, local_rank: int, local_world_size: int, own_gpu: bool = False) -> tuple[torch.device, str]:
     """(device, backend) of one rank; counts GPUs without making a CUDA context.
 
-    ``own_gpu``: this rank sees only its own GPUs. Raises UsageError: ``bad-option``, ``no-backend`` (nccl without CUDA,
+    ``own_gpu``: this rank sees only its own GPUs. gloo on ``cuda`` lets ranks share GPUs, for trials on a small host.
+    Raises UsageError: ``bad-option``, ``no-backend`` (nccl without CUDA,
     or on the CPU), ``tp-exceeds-gpus`` (GPUs asked for, and fewer than the ranks of this host).
     """
     choose("backend", config.backend, ("auto", "nccl", "gloo"))
@@ -73,16 +74,21 @@ def place(config: LaunchConfig, local_rank: int, local_world_size: int, own_gpu:
             code="no-backend",
             fix="use --backend gloo, which runs on the CPU",
         )
-    if wants_gpu and not enough:
+    sharing = config.backend == "gloo" and config.device == "cuda" and present > 0
+    if wants_gpu and not enough and not sharing:
         raise UsageError(
             f"{local_world_size} ranks were asked for on this host, which has {present} GPU{'' if present == 1 else 's'}",
             code="tp-exceeds-gpus",
-            fix=f"lower --tp to {present}, or use --device cpu" if present else "use --device cpu",
+            fix=(
+                f"lower --tp to {present}, use --device cpu, or for a trial --device cuda --backend gloo, which shares GPUs"
+                if present
+                else "use --device cpu"
+            ),
         )
     on_gpu = wants_gpu or (config.device == "auto" and config.backend == "auto" and enough and dist.is_nccl_available())
     if not on_gpu:
         return torch.device("cpu"), "gloo"
-    device = torch.device("cuda", 0 if own_gpu else local_rank)
+    device = torch.device("cuda", 0 if own_gpu else local_rank % present)
     return device, "gloo" if config.backend == "gloo" or not dist.is_nccl_available() else "nccl"
 
 

@@ -57,8 +57,12 @@ struct Call {
 
 // ------------------------------------------------------------------------------------------------ memory and waiting
 
-__device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Programmatic dependent launch: wait until the kernel before has ended and its writes are visible, then let the one after
+// take its place on the multiprocessors. In this order at most one kernel stands ready behind the running one.
+__device__ __forceinline__ void follow() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 __device__ __forceinline__ void put(u8* at, Vec v) {
     asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
@@ -225,8 +229,7 @@ __device__ __forceinline__ void sentinel_exchange(const Call& c, u32 epoch, u32 
 template <class T, class R>
 __device__ __forceinline__ void one_shot(const Call& c) {
     u32 lane = blockIdx.x * blockDim.x + threadIdx.x;
-    pdl_launch();
-    pdl_wait();
+    follow();
     u64 at = (u64)lane * 16;
     if (at >= c.bytes) return;
     int valid = c.bytes - at < 16 ? c.bytes - at : 16;
@@ -243,8 +246,7 @@ __device__ __forceinline__ void one_shot(const Call& c) {
 template <class T, class R>
 __device__ __forceinline__ void two_shot(const Call& c, u64 total_bytes) {
     u32 lane = blockIdx.x * blockDim.x + threadIdx.x;
-    pdl_launch();
-    pdl_wait();
+    follow();
     u64 at = (u64)lane * 16;
     if (at >= c.bytes) return;
     u32 epoch = c.epochs[lane];
@@ -303,8 +305,7 @@ enum { GATHER, SCATTER, ALL_TO_ALL, BROADCAST };
 template <int KIND, class T, class R>
 __device__ __forceinline__ void flagged(const Call& c) {
     u32 lane = blockIdx.x * blockDim.x + threadIdx.x;
-    pdl_launch();
-    pdl_wait();
+    follow();
     u64 at = (u64)lane * 8;
     if (at >= c.bytes) return;
     int valid = c.bytes - at < 8 ? c.bytes - at : 8;
@@ -437,8 +438,7 @@ __device__ __forceinline__ void take_chunk(const Call& c, Channel& channel, u64 
 
 template <int KIND, class T, class R>
 __device__ __forceinline__ void blocks(const Call& c) {
-    pdl_launch();
-    pdl_wait();
+    follow();
     u64 chunks = (c.bytes + c.chunk - 1) / c.chunk;
     Channel channel(c, 0);
     u64 chunk = blockIdx.x;
@@ -454,8 +454,7 @@ __device__ __forceinline__ void blocks(const Call& c) {
 // first half of the next one does. `bytes` is of one part; the last parts may reach beyond `total_bytes`.
 template <class T, class R>
 __device__ __forceinline__ void blocks_two_shot(const Call& c, u64 total_bytes) {
-    pdl_launch();
-    pdl_wait();
+    follow();
     u64 chunks = (c.bytes + c.chunk - 1) / c.chunk;
     Channel scatter(c, 0), gather(c, 1);
     auto here = [&](u32 p, u64 at) { return (u64)p * c.bytes + at; };
@@ -528,19 +527,8 @@ __device__ __forceinline__ float block_sum(float x, float* shared) {
 template <class T, int VECTORS, bool LAYER>
 __device__ __forceinline__ void tail(const Call& c) {
     __shared__ float shared[32];
-    pdl_launch();
+    follow();
     const int width = c.hidden / T::COUNT;  // vectors of a token
-    Vec gamma[VECTORS], beta[VECTORS], bias[VECTORS];
-    Vec none = {{0, 0, 0, 0}};
-#pragma unroll
-    for (int j = 0; j < VECTORS; ++j) {  // weights do not come from the kernel before: fetch them while it ends
-        int v = threadIdx.x + j * blockDim.x;
-        bool on = v < width;
-        gamma[j] = on ? load(c.gamma + v * 16, 16) : none;
-        beta[j] = on && c.beta ? load(c.beta + v * 16, 16) : none;
-        bias[j] = on && c.bias ? load(c.bias + v * 16, 16) : none;
-    }
-    pdl_wait();
     Vec mine[VECTORS], residual[VECTORS];
     u32 epoch[VECTORS];
     u64 token = (u64)blockIdx.x * width;
@@ -556,6 +544,16 @@ __device__ __forceinline__ void tail(const Call& c) {
             put(sentinel_slot(c, p, epoch[j], c.rank, token + v), mine[j]);
         }
         residual[j] = load(c.residual + (token + v) * 16, 16);
+    }
+    Vec gamma[VECTORS], beta[VECTORS], bias[VECTORS];  // fetched while the peers' data is under way
+    Vec none = {{0, 0, 0, 0}};
+#pragma unroll
+    for (int j = 0; j < VECTORS; ++j) {
+        int v = threadIdx.x + j * blockDim.x;
+        bool on = v < width;
+        gamma[j] = on ? load(c.gamma + v * 16, 16) : none;
+        beta[j] = on && c.beta ? load(c.beta + v * 16, 16) : none;
+        bias[j] = on && c.bias ? load(c.bias + v * 16, 16) : none;
     }
     float z[VECTORS][T::COUNT];
     float sum = 0;
