@@ -36,6 +36,8 @@ class Settings:
     """CROSSCUT_TIMEOUT: seconds any single wait may take (a start, a collective) before it becomes an error."""
     collectives: str = "auto"
     """CROSSCUT_COLLECTIVES: auto; nccl (never crosscut's kernels); kernels (always, an error where they cannot run)."""
+    commit: str | None = None
+    """CROSSCUT_COMMIT: what a record says of the source when crosscut runs from a copy without its git history."""
     log: str = "warning"
     """CROSSCUT_LOG: debug, info, warning or error: how much a run says on standard error."""
 
@@ -68,6 +70,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
 
     return Settings(
         timeout=seconds,
+        commit=environ.get("CROSSCUT_COMMIT") or None,
         collectives=one_of("CROSSCUT_COLLECTIVES", Settings.collectives, "auto", "nccl", "kernels"),
         log=one_of("CROSSCUT_LOG", Settings.log, "debug", "info", "warning", "error"),
     )

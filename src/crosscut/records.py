@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from crosscut.env import settings
 from crosscut.errors import UsageError
 from crosscut.version import __version__
 
@@ -184,10 +185,13 @@ def base_versions() -> dict[str, str]:
 
 
 def source_commit() -> str | None:
-    """The commit of the checkout that crosscut runs from ('-dirty' when it has local changes), None outside one."""
+    """The commit of the checkout that crosscut runs from ('-dirty' when it has local changes).
+
+    Outside a checkout what CROSSCUT_COMMIT says, else None.
+    """
     here = Path(__file__).resolve().parent
     if not any((parent / ".git").exists() for parent in here.parents):
-        return None
+        return settings().commit
 
     def git(*args: str) -> str | None:
         try:

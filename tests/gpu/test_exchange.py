@@ -278,7 +278,8 @@ def test_two_groups_and_changing_streams_do_not_mix() -> None:
     first, second = VirtualRanks(2), VirtualRanks(2)
     other = [torch.cuda.Stream() for _ in range(2)]
     xs, ys = random(2, (5000,), torch.bfloat16, 1), random(2, (5000,), torch.bfloat16, 2)
-    torch.cuda.synchronize()
+    first.run(lambda exchange, rank: exchange.all_reduce(xs[rank], torch.empty_like(xs[rank]), "sum", "lanes"))
+    second.run(lambda exchange, rank: exchange.all_reduce(ys[rank], torch.empty_like(ys[rank]), "sum", "blocks"))
     outs: list[tuple[Tensor, Tensor]] = []
     for step in range(60):
         for rank in range(2):

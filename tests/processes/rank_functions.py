@@ -116,7 +116,7 @@ def main(name: str, nproc: str, timeout: str, *args: str) -> int:
     except CrosscutError as error:
         sys.stderr.write(f"{error.code}: {error}\n")
         return error.exit_code
-    print(json.dumps(result))
+    sys.stdout.write(json.dumps(result) + "\n")  # in one piece: ranks share the pipe
     return 0
 
 

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -249,6 +250,15 @@ def test_joins_the_ranks_that_others_started(like) -> None:  # type: ignore[no-u
 def test_joins_torchrun_and_echoes_stay_silent() -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     with _script("add_twice", "2", "30", command=torchrun) as process:
+        code, out, err = _finish(process)
+    assert code == 0, err
+    assert sorted(out.split("\n")) == ["", "[3.0, 3.0]", "null"]
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun on the PATH")
+def test_joins_mpirun() -> None:
+    mpirun = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable)
+    with _script("add_twice", "2", "30", command=mpirun) as process:
         code, out, err = _finish(process)
     assert code == 0, err
     assert sorted(out.split("\n")) == ["", "[3.0, 3.0]", "null"]

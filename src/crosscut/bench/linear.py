@@ -19,11 +19,13 @@ from crosscut.bench.source import real_problems
 from crosscut.bench.split import Problem, exchange, implementations, random_problem
 from crosscut.bench.timing import Call, Sampling, Timed, pilot, time_case
 from crosscut.bench.verdict import label, noisy, pays_from, wrong_results
+from crosscut.collectives import choice, fast
+from crosscut.collectives.select import Choice
 from crosscut.distributed.launch import RankContext
 from crosscut.distributed.mesh import Mesh, make_mesh
 from crosscut.errors import UsageError
 from crosscut.records import Row, RunRecord, Times, now, source_commit
-from crosscut.units import gbps
+from crosscut.units import format_size, gbps
 
 GPU_SHAPES = (
     "1x1024->1024", "32x1024->1024", "1x4096->8192", "32x4096->8192", "128x4096->8192", "512x4096->8192",
@@ -49,6 +51,8 @@ class LinearConfig:
     tokens: tuple[int, ...] = (1, 32)
     seconds: float = 0.3
     seed: int = 0
+    explain: bool = False
+    """Say in the record's notes what carries each shape's collective, and why."""
 
 
 def run(ctx: RankContext, config: LinearConfig) -> RunRecord:
@@ -57,12 +61,14 @@ def run(ctx: RankContext, config: LinearConfig) -> RunRecord:
     Raises UsageError on a config that cannot work on these ranks.
     """
     mesh = make_mesh(tp=config.tp, device=ctx.device)
-    started, rows = now(), list[Row]()
+    started, rows, reasons = now(), list[Row](), list[str]()
     modes, against = _modes(config, mesh), _against(config, ctx)
     problems = list(_problems(config, mesh))
     for index, build in enumerate(problems):
         with torch.no_grad():
-            rows += _measure(build(), mesh, modes, against, config.seconds, ctx, (index, len(problems)))
+            found, why = _measure(build(), mesh, modes, against, config.seconds, ctx, (index, len(problems)))
+        rows += found
+        reasons.append(why)
     on_gpu = mesh.device.type == "cuda"
     disturbed = noisy(rows)
     notes = [disturbed] if disturbed else [pays_from("crosscut", mode, rows) for mode in modes if mesh.tp.size > 1]
@@ -73,6 +79,7 @@ def run(ctx: RankContext, config: LinearConfig) -> RunRecord:
         )
     wrong = wrong_results(rows)
     notes += wrong or [f"All {sum(row.error is not None for row in rows)} results equal the float64 reference to rounding."]
+    notes += reasons if config.explain else []
     return RunRecord(
         command="bench linear",
         config=asdict(config) | {"backend": ctx.backend, "correct": not wrong},
@@ -144,9 +151,9 @@ def _measure(
     seconds: float,
     ctx: RankContext,
     place: tuple[int, int],
-) -> list[Row]:
-    """All rows of one problem; ``place`` is its number and how many there are."""
-    builders = implementations(problem, mesh, against)
+) -> tuple[list[Row], str]:
+    """All rows of one problem, and what carries its collective; ``place`` is its number and how many there are."""
+    builders, carrier = implementations(problem, mesh, against), _carrier(problem, mesh)
     reference, sampling = problem.reference(), Sampling(seconds)
     rows: list[Row] = []
     for number, (name, build) in enumerate(builders.items()):
@@ -158,14 +165,46 @@ def _measure(
             alone = name == "single" and mesh.device.type == "cpu"
             with _all_cores(calls, mesh, alone):
                 timed = time_case(calls, mesh.tp, mode, sampling, alone=alone)
-            rows.append(_row(problem, name, mode, mesh, timed, reference))
+            rows.append(_row(problem, name, mode, mesh, timed, reference, carrier.path))
         del calls
     if mesh.tp.size > 1:
-        rows += _exchange_rows(problem, mesh, modes, sampling)
-    return _with_gains(rows)
+        rows += _exchange_rows(problem, mesh, modes, sampling, carrier)
+    return _with_gains(rows), f"{label(problem.shape)}: {carrier}"
 
 
-def _row(problem: Problem, name: str, mode: str, mesh: Mesh, timed: Timed, reference: Tensor) -> Row:
+@dataclass(frozen=True)
+class _Carrier:
+    """The collective of a split, its bytes (whole tensor), and what carries it."""
+
+    op: str
+    nbytes: int
+    choice: Choice
+
+    @property
+    def path(self) -> str:
+        """The algorithm of crosscut's kernels, or the backend."""
+        return self.choice.algorithm or self.choice.impl
+
+    def __str__(self) -> str:
+        return f"{self.op} of {format_size(self.nbytes)} goes by {self.choice}: {self.choice.reason}"
+
+
+def _carrier(problem: Problem, mesh: Mesh) -> _Carrier:
+    """Asks the table, and then the kernels themselves, which decline some tensors of a size that they carry."""
+    op, nbytes, _ = exchange(problem, mesh)
+    chosen, x, group = choice(op, nbytes, mesh.tp), problem.x, mesh.tp
+    if chosen.impl == "crosscut":
+        tokens, width = x.shape[0], nbytes // x.element_size() // x.shape[0]
+        if op == "all_reduce":
+            taken = fast.all_reduce(x.new_zeros(tokens, width), group)
+        else:
+            taken = None if width % group.size else fast.all_gather(x.new_zeros(tokens, width // group.size), group, 1)
+        if taken is None:
+            chosen = Choice(group.backend, None, "the kernels take even parts of whole 16-byte vectors, and sum no float64")
+    return _Carrier(op, nbytes, chosen)
+
+
+def _row(problem: Problem, name: str, mode: str, mesh: Mesh, timed: Timed, reference: Tensor, path: str) -> Row:
     error = None
     if name != "no_comm" and timed.outputs:
         error = max(_relative_error(output, reference) for output in timed.outputs)
@@ -179,25 +218,30 @@ def _row(problem: Problem, name: str, mode: str, mesh: Mesh, timed: Timed, refer
         us=Times.of(timed.samples),
         n=timed.calls,
         error=error,
-        path=mesh.tp.backend if name == "crosscut" else None,
+        path=path if name == "crosscut" else None,
         extra={"split": problem.kind},
     )
 
 
-def _exchange_rows(problem: Problem, mesh: Mesh, modes: tuple[str, ...], sampling: Sampling) -> list[Row]:
-    """The collective of the split, alone: its time and bandwidths by nccl-tests' definitions."""
+def _exchange_rows(problem: Problem, mesh: Mesh, modes: tuple[str, ...], sampling: Sampling, carrier: _Carrier) -> list[Row]:
+    """The collective of the split, alone: its time and bandwidths."""
     name, nbytes, call = exchange(problem, mesh)
-    world = mesh.tp.size
-    factor = (world - 1) / world * (2 if name == "all_reduce" else 1)
-    rows = []
+    rows, world = [], mesh.tp.size
     for mode in modes:
         times = Times.of(time_case([call], mesh.tp, mode, sampling).samples)
-        rate = gbps(nbytes, times.p50)
+        algbw, busbw = bandwidths(name, nbytes, times.p50, world)
         rows.append(
-            Row(name, mesh.tp.backend, mode, world, problem.dtype, bytes=nbytes, us=times, algbw_gbps=rate,
-                busbw_gbps=rate * factor, extra={"shape_of": problem.shape, "split": problem.kind})
+            Row(name, carrier.choice.impl, mode, world, problem.dtype, bytes=nbytes, us=times, algbw_gbps=algbw,
+                busbw_gbps=busbw, path=carrier.path, extra={"shape_of": problem.shape, "split": problem.kind})
         )  # fmt: skip
     return rows
+
+
+def bandwidths(op: str, nbytes: int, us: float, world: int) -> tuple[float, float]:
+    """algbw and busbw in GB/s of ``op`` on ``nbytes`` (whole tensor), by the definitions of nccl-tests' PERFORMANCE.md."""
+    factors = {"all_reduce": 2 * (world - 1) / world, "broadcast": 1.0}
+    rate = gbps(nbytes, us)
+    return rate, rate * factors.get(op, (world - 1) / world)
 
 
 def _with_gains(rows: list[Row]) -> list[Row]:

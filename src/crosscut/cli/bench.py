@@ -32,6 +32,7 @@ Text = Annotated[str | None, _option("--text", "With --from: the text file; else
 Tokens = Annotated[str, _option("--tokens", "With --from: how many tokens, several with commas.")]
 Seconds = Annotated[float, _option("--seconds", "How long each case is sampled.", min=0.01)]
 Seed = Annotated[int, _option("--seed", "Seed of the random inputs and weights.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Say what carries each shape's collective, and why.")]
 
 
 @bench.callback()
@@ -53,6 +54,7 @@ def linear(
     tokens: Tokens = "1,32",
     seconds: Seconds = 0.3,
     seed: Seed = 0,
+    explain: Explain = False,
     backend: Backend = "auto",
     device: Device = "auto",
     json: Json = False,
@@ -79,7 +81,7 @@ def linear(
     from crosscut.bench.linear import LinearConfig, run
 
     config = LinearConfig(
-        tp, tuple(shape or ()), parse_dtype(dtype), modes, split, peers, source, inputs, text, counts, seconds, seed
+        tp, tuple(shape or ()), parse_dtype(dtype), modes, split, peers, source, inputs, text, counts, seconds, seed, explain
     )
     record = run_on_ranks(run, config, tp, backend, device)
     if record is None:

@@ -29,13 +29,16 @@ class Fast:
 
     def __init__(self, exchange: Exchange, table: Table) -> None:
         self.exchange, self.table = exchange, table
+        self._known: dict[tuple[str, int, int], str | None] = {}
 
     def algorithm(self, op: str, nbytes: int, part: int) -> str | None:
         """The algorithm for a tensor of ``nbytes`` with parts of ``part``; None when NCCL serves better."""
-        found = self.table.algorithm(op, nbytes)
-        if found is None or part == 0 or part > self.exchange.most(op, found):
-            return None
-        return found
+        key = (op, nbytes, part)
+        if key not in self._known:
+            found = self.table.algorithm(op, nbytes)
+            serves = found is not None and 0 < part <= self.exchange.most(op, found)
+            self._known[key] = found if serves else None
+        return self._known[key]
 
 
 def fast(group: Group) -> Fast | None:
@@ -223,7 +226,11 @@ def all_reduce_norm(
 def _plain(x: Tensor, other: Tensor | None = None) -> bool:
     if not (x.is_cuda and x.is_contiguous()):
         return False
-    return other is None or (other.is_contiguous() and other.shape == x.shape and other.dtype == x.dtype and other.is_cuda)
+    return (
+        other is None
+        or other is x
+        or (other.is_contiguous() and other.shape == x.shape and other.dtype == x.dtype and other.is_cuda)
+    )
 
 
 def _even(sizes: Sequence[int] | None, group: Group) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crosscut.env import cache_folder, settings
+from crosscut.errors import UsageError
 from crosscut.units import format_size
 from crosscut.version import __version__
 
@@ -22,6 +23,10 @@ Classes = tuple[tuple[int, str], ...]
 """Ascending (largest size in bytes, algorithm)."""
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+ALGORITHMS = dict.fromkeys(OPS, ("lanes", "blocks")) | {"all_reduce": ("lanes", "lanes_two_shot", "blocks", "blocks_two_shot")}
+"""What the kernels have for each operation (kernels/exchange.py)."""
+
+_ANY_SIZE = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def shipped(world: int) -> Table:
     """
     kib = 1 << 10
     one_shot = {2: 1024, 3: 512, 4: 384, 5: 256, 6: 192, 7: 128}.get(world, 128) * kib
-    two_shot: Classes = () if world == 2 else ((512 * kib, "lanes_two_shot"),)
+    two_shot: Classes = () if one_shot >= 512 * kib else ((512 * kib, "lanes_two_shot"),)
     moved = 256 * kib
     classes: dict[str, Classes] = {"all_reduce": ((one_shot, "lanes"), *two_shot)}
     classes |= dict.fromkeys(("all_gather", "reduce_scatter", "broadcast", "all_to_all"), ((moved, "lanes"),))
@@ -71,21 +76,37 @@ def forced(world: int) -> Table:
     classes = shipped(world).classes
     last = "blocks" if world == 2 else "blocks_two_shot"
     return Table(
-        {op: (*found, (1 << 62, last if op == "all_reduce" else "blocks")) for op, found in classes.items()},
+        {op: (*found, (_ANY_SIZE, last if op == "all_reduce" else "blocks")) for op, found in classes.items()},
         "CROSSCUT_COLLECTIVES=kernels",
     )
 
 
 def table_for(machine: Sequence[str], world: int) -> Table:
-    """The table to use on ``machine`` (see :func:`tuned_path`): the tuned one if there is one, else the shipped one."""
+    """The table to use on ``machine`` (see :func:`tuned_path`): the tuned one if there is one, else the shipped one.
+
+    Raises UsageError (``file-unreadable``) when the tuned one is damaged.
+    """
     if settings().collectives == "kernels":
         return forced(world)
     path = tuned_path(machine, world)
-    if not path.exists():
-        return shipped(world)
-    data = json.loads(path.read_text())
-    classes = {op: tuple((int(size), str(name)) for size, name in found) for op, found in data["classes"].items()}
-    return Table(classes, f"measured on this machine on {data['measured']} ({path})")
+    return _read(path) if path.exists() else shipped(world)
+
+
+def _read(path: Path) -> Table:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        classes = {op: tuple((int(size), str(name)) for size, name in found) for op, found in data["classes"].items()}
+        for op, found in classes.items():
+            sizes, names = [size for size, _ in found], {name for _, name in found}
+            if sizes != sorted(set(sizes)) or not names <= set(ALGORITHMS[op]):
+                raise ValueError(f"classes of {op}: {found}")
+        return Table(classes, f"measured on this machine on {data['measured']} ({path})")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"the table of measured sizes {str(path)!r} cannot be used: {type(error).__name__}: {error}",
+            code="file-unreadable",
+            fix="delete that file; then `crosscut tune` measures it anew, or without it the shipped table serves",
+        ) from None
 
 
 def tuned_path(machine: Sequence[str], world: int) -> Path:
@@ -114,7 +135,8 @@ def explain(op: str, nbytes: int, table: Table | None, backend: str, why_not: st
     algorithm = table.algorithm(op, nbytes)
     classes = table.classes.get(op, ())
     if algorithm is None:
-        most = format_size(classes[-1][0]) if classes else "no size"
-        return Choice(backend, None, f"the kernels carry {op} up to {most} here ({table.origin})")
+        reach = f"up to {format_size(classes[-1][0])}" if classes else "at no size"
+        return Choice(backend, None, f"the kernels carry {op} {reach} here ({table.origin})")
     limit = next(size for size, name in classes if size >= nbytes)
-    return Choice("crosscut", algorithm, f"{op} up to {format_size(limit)} ({table.origin})")
+    reach = "of any size" if limit == _ANY_SIZE else f"up to {format_size(limit)}"
+    return Choice("crosscut", algorithm, f"{op} {reach} ({table.origin})")

@@ -32,6 +32,7 @@ class Exchange:
         self.size, self.rank = workspace.layout.size, workspace.rank
         self.grid = min(grid, workspace.layout.blocks)
         self._launches: dict[str, Launch] = {}
+        self._reducing: dict[tuple[torch.dtype, str, str], Launch] = {}  # the hottest ones, found without making a name
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._last_stream: int | None = None
@@ -50,20 +51,24 @@ class Exchange:
 
         Sums are taken in float32 in the order of the ranks, so every rank gets the same bits.
         """
-        short, name = TYPES[x.dtype]
-        two = algorithm.endswith("two_shot")
-        kernel = ("two_shot" if two else "one_shot") + ("_blocks" if algorithm.startswith("blocks") else "")
-        body = {
-            "one_shot": f"one_shot<{name}, {REDUCTIONS[op]}>(c)",
-            "two_shot": f"two_shot<{name}, {REDUCTIONS[op]}>(c, total_bytes)",
-            "one_shot_blocks": f"blocks<BLOCK_ONE_SHOT, {name}, {REDUCTIONS[op]}>(c)",
-            "two_shot_blocks": f"blocks_two_shot<{name}, {REDUCTIONS[op]}>(c, total_bytes)",
-        }[kernel]
-        launch = self._launch(f"{kernel}_{short}_{op}", body, "all_reduce")
+        launch = self._reducing.get((x.dtype, op, algorithm)) or self._all_reduce(x.dtype, op, algorithm)
         nbytes = x.nbytes
-        part = -(-nbytes // (16 * self.size)) * 16 if two else nbytes
+        part = -(-nbytes // (16 * self.size)) * 16 if algorithm.endswith("two_shot") else nbytes
         launch.call.input, launch.call.output, launch.total.value = x.data_ptr(), out.data_ptr(), nbytes
         return self._go(launch, algorithm, part, 16, out)
+
+    def _all_reduce(self, dtype: torch.dtype, op: str, algorithm: str) -> Launch:
+        short, name = TYPES[dtype]
+        types = f"{name}, {REDUCTIONS[op]}"
+        kernel, body = {
+            "lanes": ("one_shot", f"one_shot<{types}>(c)"),
+            "lanes_two_shot": ("two_shot", f"two_shot<{types}>(c, total_bytes)"),
+            "blocks": ("one_shot_blocks", f"blocks<BLOCK_ONE_SHOT, {types}>(c)"),
+            "blocks_two_shot": ("two_shot_blocks", f"blocks_two_shot<{types}>(c, total_bytes)"),
+        }[algorithm]
+        launch = self._launch(f"{kernel}_{short}_{op}", body, "all_reduce")
+        self._reducing[dtype, op, algorithm] = launch
+        return launch
 
     def all_gather(self, x: Tensor, out: Tensor, algorithm: str = "lanes", row: int | None = None) -> Tensor:
         """``out`` = all ranks' ``x`` one after the other, any dtype, bit for bit; both contiguous.
