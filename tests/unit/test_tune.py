@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from crosscut.bench import linear, tune
-from crosscut.bench.timing import Sampling
+from crosscut.bench.timing import Sampling, time_case
 from crosscut.bench.tune import MARGIN, TuneConfig, classes_from, measure, medians, summary, wrong_algorithms
 from crosscut.collectives import fast
-from crosscut.collectives.select import ALGORITHMS, OPS, Choice, Table
+from crosscut.collectives.select import ALGORITHMS, OPS, Choice, Table, table_for
 from crosscut.distributed.join import RankContext
 from crosscut.distributed.mesh import Group, Mesh
 from crosscut.distributed.progress import Progress
@@ -175,6 +175,15 @@ def test_an_algorithm_that_is_wrong_on_one_rank_is_left_out_by_all(on_ranks: OnR
         assert 8192 not in medians([*rows, later])[op], "not trusted at other sizes either"
 
 
+def test_an_element_that_nobody_wrote_is_a_difference(on_ranks: OnRanks) -> None:
+    def body(mesh: Mesh) -> float:
+        whole = torch.arange(1.0, 5.0)
+        late = torch.where(whole == 3.0, float("nan"), whole)
+        return tune._difference([whole, late if mesh.rank == 1 else whole], whole, mesh.tp)
+
+    assert on_ranks(2, body) == [float("inf")] * 2
+
+
 def context(mesh: Mesh) -> RankContext:
     return RankContext(mesh.rank, mesh.world_size, mesh.rank, torch.device("cpu"), "gloo", Progress())
 
@@ -239,3 +248,29 @@ def test_rows_name_the_kernel_only_if_it_takes_the_tensor(on_ranks: OnRanks, mon
     assert paths(taken)["crosscut"] == ("crosscut", "lanes")
     assert paths(taken)["all_reduce"] == ("crosscut", "lanes")
     assert taken.notes[-1] == "2 x 8 -> 12: all_reduce of 96 B goes by crosscut:lanes: a test"
+
+
+def test_a_whole_run_is_kept_for_later_runs(on_ranks: OnRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's function over a stand-in for the kernels, without graphs: from measuring to the table that is read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CROSSCUT_COLLECTIVES", raising=False)
+    monkeypatch.setattr(tune, "_kernels", lambda group: OverTorch(group, "lanes"))
+    monkeypatch.setattr(tune, "time_case", lambda calls, group, mode, how: time_case(calls, group, "eager", how))
+    monkeypatch.setattr(tune, "machine", lambda device: ["a test"])
+    monkeypatch.setattr(tune, "noisy", lambda rows: None)
+    monkeypatch.setattr(tune, "classes_from", lambda times: ((max(times), "blocks"),))
+    config = TuneConfig(2, (512, 2048), 0.001)
+    first, second = on_ranks(2, lambda mesh: tune.run(context(mesh), config))
+    assert len(first.rows) == len(OPS) * (3 + 2), "nccl, lanes and blocks at 512 bytes, lanes no more at 2048"
+    assert {row.mode for row in first.rows} == {"graph"}
+    assert sum(note.startswith("WRONG, and therefore left out") and "by lanes" in note for note in first.notes) == len(OPS)
+    (path,) = tmp_path.glob("crosscut/tuned/*.json")
+    assert first.notes[-1] == f"Saved in {path}; later runs with 2 ranks here use it."
+    assert not second.notes[-1].startswith("Saved"), "only rank 0 writes"
+    assert table_for(["a test"], 2).classes == dict.fromkeys(OPS, ((2048, "blocks"),))
+    assert RunRecord.from_json(first.to_json()).config["classes"] == {op: [[2048, "blocks"]] for op in OPS}
+
+    path.unlink()
+    monkeypatch.setattr(tune, "noisy", lambda rows: "This run is noisy.")
+    assert on_ranks(2, lambda mesh: tune.run(context(mesh), config))[0].notes[-1] == "This run is noisy. Nothing was saved."
+    assert not path.exists()

@@ -62,7 +62,8 @@ def run(ctx: RankContext, config: TuneConfig) -> RunRecord:
     classes = {op: classes_from(times[op]) for op in OPS}
     notes = [line for op in OPS for line in summary(op, times[op], classes[op])] + wrong_algorithms(rows)
     if ctx.rank == 0:
-        notes.append(noisy(rows) or _keep(ctx.device, config.tp, classes, started[:10]))
+        disturbed = noisy(rows)
+        notes.append(f"{disturbed} Nothing was saved." if disturbed else _keep(ctx.device, config.tp, classes, started[:10]))
     return RunRecord(
         command="tune",
         config=asdict(config) | {"backend": ctx.backend, "classes": {op: [*map(list, classes[op])] for op in OPS}},

@@ -11,7 +11,7 @@ from crosscut.cli.ranks import Json, Out, Tp, deliver, run_on_ranks
 
 
 def tune(tp: Tp = 2, json: Json = False, out: Out = None) -> None:
-    """Measure every collective, size and algorithm next to NCCL, and keep which is fastest where. Takes about a minute.
+    """Measure every collective, size and algorithm next to NCCL, and keep which is fastest where.
 
     Needs NVIDIA GPUs of one host that are linked by NVLink, one for each rank.
     """
