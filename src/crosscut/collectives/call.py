@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, ParamSpec
+from typing import Concatenate, Generic, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -65,46 +65,67 @@ class Collective(Generic[P]):
     ``fast`` is tried first by a call: it gives the result, or None to leave the operation to the plan.
     """
 
-    def __init__(self, plan: Callable[P, Plan], fast: Callable[P, Tensor | None] | None) -> None:
+    def __init__(
+        self, plan: Callable[Concatenate[Tensor, Group, P], Plan], fast: Callable[Concatenate[Tensor, Group, P], Tensor | None]
+    ) -> None:
         self._plan, self._fast = plan, fast
         self.__name__ = plan.__name__
         self.__doc__ = plan.__doc__
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Tensor:
-        if self._fast is not None:
-            result = self._fast(*args, **kwargs)
-            if result is not None:
-                return result
-        return self._issue(self._plan(*args, **kwargs), async_op=False).wait()
+    def __call__(self, x: Tensor, group: Group, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        if group.observer is not None:
+            return self._observed(x, group, *args, **kwargs)
+        result = self._fast(x, group, *args, **kwargs)
+        return _issue(self._plan(x, group, *args, **kwargs), False).wait() if result is None else result
 
-    def start(self, *args: P.args, **kwargs: P.kwargs) -> Pending:
+    def start(self, x: Tensor, group: Group, *args: P.args, **kwargs: P.kwargs) -> Pending:
         """Issue the operation and return at once."""
-        return self._issue(self._plan(*args, **kwargs), async_op=True)
-
-    def _issue(self, plan: Plan, async_op: bool) -> Pending:
-        if plan.issue is None:
-            return Pending(None, plan.finish, ())
-        source, target, finish = plan.source, plan.target, plan.finish
-        send, receive = source, source if target is None else target
-        if plan.group.backend == "gloo" and source.device.type != "cpu":  # gloo's ranks meet in host memory
-            send, receive, finish = _through_host(source, target, finish)
-        observer = plan.group.observer
-        if observer is None:
-            return Pending(plan.issue(send, receive, async_op), finish, (send, receive))
-        token = observer.begin(self.__name__, plan.group.axis, tuple(source.shape), str(source.dtype), plan.detail)
-        pending = Pending(plan.issue(send, receive, async_op), finish, (send, receive))
-        observer.end(token)
+        plan = self._plan(x, group, *args, **kwargs)
+        token = self._begin(plan)
+        pending = _issue(plan, True)
+        self._end(plan, token)
         return pending
 
+    def _observed(self, x: Tensor, group: Group, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        plan = self._plan(x, group, *args, **kwargs)
+        token = self._begin(plan)
+        result = self._fast(x, group, *args, **kwargs)
+        if result is None:
+            result = _issue(plan, False).wait()
+        self._end(plan, token)
+        return result
 
-def collective(fast: Callable[P, Tensor | None]) -> Callable[[Callable[P, Plan]], Collective[P]]:
+    def _begin(self, plan: Plan) -> int:
+        observer, source = plan.group.observer, plan.source
+        if observer is None or plan.issue is None:
+            return 0
+        return observer.begin(self.__name__, plan.group.axis, tuple(source.shape), str(source.dtype), plan.detail)
+
+    def _end(self, plan: Plan, token: int) -> None:
+        if plan.group.observer is not None and plan.issue is not None:
+            plan.group.observer.end(token)
+
+
+def collective(
+    fast: Callable[Concatenate[Tensor, Group, P], Tensor | None],
+) -> Callable[[Callable[Concatenate[Tensor, Group, P], Plan]], Collective[P]]:
     """Decorator: a function that returns a :class:`Plan` becomes a :class:`Collective` with the same arguments."""
     return lambda plan: Collective(plan, fast)
 
 
-def plain_collective(plan: Callable[P, Plan]) -> Collective[P]:
-    """As :func:`collective`, for an operation that no kernel carries."""
-    return Collective(plan, None)
+def plain_collective(plan: Callable[Concatenate[Tensor, Group, P], Plan]) -> Collective[P]:
+    """As :func:`collective`, for an operation that has no fast way."""
+    return Collective(plan, lambda x, group, *args, **kwargs: None)
+
+
+def _issue(plan: Plan, async_op: bool) -> Pending:
+    if plan.issue is None:
+        return Pending(None, plan.finish, ())
+    source, target, finish = plan.source, plan.target, plan.finish
+    send, receive = source, source if target is None else target
+    if plan.group.backend == "gloo" and source.device.type != "cpu":  # gloo's ranks meet in host memory
+        send, receive, finish = _through_host(source, target, finish)
+    return Pending(plan.issue(send, receive, async_op), finish, (send, receive))
 
 
 def _through_host(

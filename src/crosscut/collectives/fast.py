@@ -22,6 +22,8 @@ from crosscut.kernels.launch import RANKS
 from crosscut.kernels.workspace import shared_workspace
 
 _KEY = "fast"
+_SUM = dist.AllreduceOptions()  # a sum, on the caller's stream
+_SUM.asyncOp = False
 
 
 class Fast:
@@ -125,15 +127,26 @@ def machine(device: torch.device) -> list[str]:
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = None) -> Tensor | None:
-    """As functional.all_reduce, where the kernels serve."""
+    """As functional.all_reduce, where the kernels serve; and over NCCL in place, the hottest call of tensor parallelism."""
     found = fast(group)
-    if found is None or x.dtype not in TYPES or op not in REDUCTIONS or not _plain(x, out):
-        return None
-    nbytes = x.nbytes
-    algorithm = found.algorithm("all_reduce", nbytes, nbytes)
-    if algorithm is None:
-        return None
+    algorithm = None
+    if found is not None and x.dtype in TYPES and op in REDUCTIONS and _plain(x, out):
+        nbytes = x.nbytes
+        algorithm = found.algorithm("all_reduce", nbytes, nbytes)
+    if found is None or algorithm is None:
+        return _nccl_in_place(x, group) if out is x and op == "sum" and group.backend == "nccl" else None
     return found.exchange.all_reduce(x, torch.empty_like(x) if out is None else out, op, algorithm)
+
+
+def _nccl_in_place(x: Tensor, group: Group) -> Tensor | None:
+    """The process group's own call, past the Python of dist.all_reduce, which takes longer than the rest."""
+    process_group = group.process_group
+    if process_group is None or not x.is_contiguous():
+        return None
+    work = process_group.allreduce([x], _SUM)
+    if work is not None:  # NCCL gives none for a call on the caller's stream
+        work.wait()
+    return x
 
 
 def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor | None:

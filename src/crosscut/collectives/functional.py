@@ -48,12 +48,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = No
     averaged = op == "avg" and group.backend != "nccl"
 
     def issue(send: Tensor, _: Tensor, async_op: bool) -> dist.Work | None:
-        # The hottest call of tensor parallelism goes to the process group itself, past the Python of dist.all_reduce.
-        assert group.process_group is not None
-        options = dist.AllreduceOptions()
-        options.reduceOp = _OPS["sum" if averaged else op]
-        options.asyncOp = async_op  # NCCL: False keeps the work on the caller's stream, no event to wait for
-        return group.process_group.allreduce([send], options)
+        return dist.all_reduce(send, _OPS["sum" if averaged else op], group=group.process_group, async_op=async_op)
 
     def finish() -> Tensor:
         result = buffer.div_(group.size) if averaged else buffer

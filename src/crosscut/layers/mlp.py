@@ -95,11 +95,14 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor:
         """``x [T, H] -> y [T, H]``; ``total_tokens`` as in ColumnParallelLinear."""
-        y = self.up(x, total_tokens)
+        layers = self._modules
+        y = layers["up"](x, total_tokens)  # type: ignore[misc]
         if self.gated:
             gate, up = y.chunk(2, -1)
-            return self.down(self._act(gate) * up)
-        return self.down(self._act(y))
+            y = self._act(gate) * up
+        else:
+            y = self._act(y)
+        return layers["down"](y)  # type: ignore[misc]
 
 
 def _check_fit(up: nn.Linear, down: nn.Linear, gate: nn.Linear | None) -> None:
