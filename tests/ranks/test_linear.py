@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 import crosscut as cc
 from crosscut import collectives
+from crosscut.collectives import Pending
 from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError
 from crosscut.layers import linear as linear_module
+from crosscut.layers import overlap
 from crosscut.sharding import Replicated
 from layer_cases import KINDS, call_mlp, inputs, mlp_step, split_step, unsplit_linear, unsplit_mlp
 from parity import assert_equal_to_rounding, step
@@ -87,9 +89,10 @@ def test_a_bias_added_on_each_rank_turns_the_check_red(on_ranks: OnRanks, monkey
 
 
 def test_a_missing_all_reduce_in_backward_turns_the_check_red(on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_module, "copy_to_tp", lambda x, group: x)
+    monkeypatch.setattr(overlap.all_reduce, "start", lambda x, group, out: Pending(None, lambda: x, ()))
     with pytest.raises(AssertionError, match=r"column sharded.*: dx: relative error"):
         check_linear(on_ranks, 2, "column sharded", (16, 24), True, torch.bfloat16)
+    monkeypatch.setattr(linear_module, "copy_to_tp", lambda x, group: x)
     with pytest.raises(AssertionError, match=r"row sequence.*: grad of bias: relative error"):
         check_linear(on_ranks, 2, "row sequence", (16, 24), True, torch.bfloat16)
 
@@ -237,3 +240,93 @@ BAD: dict[str, Callable[[], object]] = {
 def test_what_cannot_work_is_refused(words: str) -> None:
     with pytest.raises(UsageError, match=words):
         BAD[words]()
+
+
+# ------------------------------------------------------------------------------------------ the exchange that is hidden
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tokens whole", "tokens split"])
+def test_the_exchange_of_dx_runs_under_the_multiply_for_dw(on_ranks: OnRanks, sequence: bool) -> None:
+    """Order of events in backward: the exchange is begun before dw is multiplied, and waited for after."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    def body(mesh: Mesh) -> list[str]:
+        events: list[str] = []
+
+        class Observer:
+            def begin(self, op: str, group: str, shape: tuple[int, ...], dtype: str, detail: str) -> int:
+                events.append(f"begin {op}")
+                return 0
+
+            def end(self, token: int) -> None:
+                events.append("issued")
+
+        class Multiplies(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func is torch.ops.aten.mm.default:
+                    events.append("multiply")
+                return func(*args, **(kwargs or {}))
+
+        layer = cc.ColumnParallelLinear(8, 12, bias=False, mesh=mesh, sequence_parallel=sequence, seed=1)
+        layer.group = layer.group.observed_by(Observer())
+        y = layer(torch.randn(4, 8, requires_grad=True))
+        events.clear()
+        with Multiplies():
+            y.sum().backward()
+        return events
+
+    expected = ["multiply", "begin all_reduce", "issued", "multiply"]
+    if sequence:
+        expected = ["begin all_gather", "issued", "multiply", "begin reduce_scatter", "issued", "multiply"]
+    assert on_ranks(2, body) == [expected, expected]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_column_gradients_of_gradients(on_ranks: OnRanks, sequence: bool) -> None:
+    torch.manual_seed(1)
+    linear = nn.Linear(5, 6, dtype=torch.float64)
+    x = torch.randn(4, 5, dtype=torch.float64)
+
+    def second(layer: Any, x: Tensor, total: Callable[[Tensor], Tensor]) -> Tensor:
+        x = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(total((layer(x) ** 3).sum()), x, create_graph=True)
+        return torch.autograd.grad(total((first**2).sum()) if sequence else (first**2).sum(), x)[0]
+
+    expected = second(linear, x, lambda value: value)
+
+    def body(mesh: Mesh) -> Tensor:
+        layer = cc.ColumnParallelLinear.from_linear(linear, mesh, sequence_parallel=sequence)
+        mine = x.chunk(mesh.tp.size)[mesh.rank] if sequence else x
+        got = second(layer, mine, lambda value: collectives.reduce_from_tp(value, mesh.tp))
+        return collectives.all_gather(got, mesh.tp) if sequence else got
+
+    for got in on_ranks(2, body):
+        torch.testing.assert_close(got, expected)
+
+
+def test_frozen_weights_autocast_and_checkpointing(on_ranks: OnRanks) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    linear = unsplit_linear(16, 24, True, torch.float32)
+    x, upstream = inputs(16, 24, torch.float32)
+
+    def grads(layer: Any, how: str) -> Tensor:
+        start = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            y = checkpoint(layer, start, use_reentrant=False) if how == "checkpoint" else layer(start)
+        y.float().backward(upstream)
+        assert start.grad is not None
+        return start.grad
+
+    for how in ("frozen", "autocast", "checkpoint"):
+        expected = grads(linear, how)
+
+        def body(mesh: Mesh, how: str = how) -> Tensor:
+            layer = cc.ColumnParallelLinear.from_linear(linear, mesh, gather_output=True)
+            layer.requires_grad_(how != "frozen")
+            got = grads(layer, how)
+            assert (layer.weight.grad is None) == (how == "frozen")
+            return got
+
+        for got in on_ranks(2, body):
+            torch.testing.assert_close(got, expected, atol=0.05 if how == "autocast" else 1e-5, rtol=1e-2)

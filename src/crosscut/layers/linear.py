@@ -18,13 +18,13 @@ from typing_extensions import Self
 from crosscut.collectives import (
     copy_to_tp,
     gather_from_tp,
-    gather_sequence,
     reduce_from_tp,
     reduce_scatter_sequence,
     scatter_to_tp,
 )
 from crosscut.distributed.mesh import Group, Mesh
 from crosscut.errors import UsageError
+from crosscut.layers.overlap import column_linear
 from crosscut.layers.shards import gather, shared_seed, take, uniform_
 from crosscut.sharding import Column, Cut, Packed, Replicated, Row
 
@@ -124,7 +124,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """``y = x W^T + b`` with the output features cut: ``w [F/tp, H]``, ``b [F/tp]``.
 
     forward:  ``x [T, H]`` (the same on all ranks) -> ``y [T, F/tp]``, or ``[T, F]`` with ``gather_output``
-    backward: ``dx [T, H]`` is summed over the group; ``dw``, ``db`` stay local
+    backward: ``dx [T, H]`` is summed over the group while ``dw`` is computed; ``dw``, ``db`` stay local
 
     ``gather_output``: join the output features on every rank (one all-gather).
     ``sequence_parallel``: the input is this rank's tokens alone, ``[T/tp, H]``, joined first along ``sequence_dim``; its
@@ -165,11 +165,8 @@ class ColumnParallelLinear(_ParallelLinear):
         Raises UsageError (``bad-shape``) when x does not have H features.
         """
         self._check_width(x, self.in_features, "the input")
-        if self.sequence_parallel:
-            x = gather_sequence(x, self.group, self.sequence_dim, total_tokens)
-        else:
-            x = copy_to_tp(x, self.group)
-        y = F.linear(x, *self._own())
+        sequence_dim = self.sequence_dim if self.sequence_parallel else None
+        y = column_linear(x, *self._own(), self.group, sequence_dim, total_tokens)
         return gather_from_tp(y, self.group, -1, self.out_features) if self.gather_output else y
 
 
