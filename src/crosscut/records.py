@@ -104,11 +104,7 @@ class RunRecord:
 
         Raises UsageError (``file-missing``) when the folder does not exist.
         """
-        target = Path(path)
-        if not target.parent.is_dir():
-            raise UsageError(f"the folder {str(target.parent)!r} does not exist", code="file-missing", fix="create it first")
-        if target.is_dir():
-            raise UsageError(f"{str(target)!r} is a folder", code="bad-option", fix="give the name of a file")
+        target = check_target(path)
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             out.write(self.to_json())
@@ -152,6 +148,21 @@ class RunRecord:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{str(path)!r} cannot be read: {error}", code="file-unreadable", fix="check the file") from None
         return cls.from_json(text, source=repr(str(path)))
+
+
+def check_target(path: str | Path) -> Path:
+    """``path`` as a place where a record can be written. Raises UsageError (``file-missing``, ``bad-option``).
+
+    Commands ask before they measure, so that no result is lost to a typo.
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise UsageError(f"the folder {str(target.parent)!r} does not exist", code="file-missing", fix="create it first")
+    if target.is_dir():
+        raise UsageError(f"{str(target)!r} is a folder", code="bad-option", fix="give the name of a file")
+    if not os.access(target.parent, os.W_OK):
+        raise UsageError(f"the folder {str(target.parent)!r} cannot be written", code="bad-option", fix="choose another")
+    return target
 
 
 def _row(row: dict[str, Any]) -> Row:

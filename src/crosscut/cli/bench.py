@@ -83,7 +83,7 @@ def linear(
     config = LinearConfig(
         tp, tuple(shape or ()), parse_dtype(dtype), modes, split, peers, source, inputs, text, counts, seconds, seed, explain
     )
-    record = run_on_ranks(run, config, tp, backend, device)
+    record = run_on_ranks(run, config, tp, backend, device, out)
     if record is None:
         return
     deliver(record, json, out)

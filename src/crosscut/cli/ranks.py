@@ -12,6 +12,7 @@ import typer
 
 from crosscut.env import settings
 from crosscut.errors import choose
+from crosscut.records import check_target
 
 if TYPE_CHECKING:
     from crosscut.records import RunRecord
@@ -27,11 +28,14 @@ Out = Annotated[Path | None, typer.Option("--out", "-o", help="Also write the re
 QUIET_SECONDS = 3.0
 
 
-def run_on_ranks(fn: Callable[..., T], config: Any, tp: int, backend: str, device: str) -> T | None:
+def run_on_ranks(fn: Callable[..., T], config: Any, tp: int, backend: str, device: str, out: Path | None = None) -> T | None:
     """Call ``fn(ctx, config)`` on ``tp`` ranks, started here or joined; rank 0's result, None on other ranks.
 
-    Raises UsageError (``bad-option``) on an unknown backend or device, and what the ranks raise.
+    ``out``: where the caller will write the result. Raises UsageError (``bad-option``, ``file-missing``) on an unknown
+    backend or device or a place that cannot be written, before anything starts; and what the ranks raise.
     """
+    if out is not None:
+        check_target(out)
     choose("backend", backend, ("auto", "nccl", "gloo"))
     choose("device", device, ("auto", "cuda", "cpu"))
     from crosscut.distributed.launch import LaunchConfig, run

@@ -17,7 +17,7 @@ def tune(tp: Tp = 2, json: Json = False, out: Out = None) -> None:
     """
     from crosscut.bench.tune import TuneConfig, run
 
-    record = run_on_ranks(run, TuneConfig(tp), tp, "auto", "auto")
+    record = run_on_ranks(run, TuneConfig(tp), tp, "auto", "auto", out)
     if record is None:
         return
     if json:
