@@ -18,17 +18,34 @@ from crosscut.version import __version__
 
 if TYPE_CHECKING:
     from crosscut.distributed import Mesh, init_mesh
-    from crosscut.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+    from crosscut.layers import (
+        ColumnParallelLinear,
+        ParallelMLP,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        vocab_parallel_cross_entropy,
+    )
 
 _HOMES = {
     "ColumnParallelLinear": "crosscut.layers",
     "Mesh": "crosscut.distributed",
     "ParallelMLP": "crosscut.layers",
     "RowParallelLinear": "crosscut.layers",
+    "VocabParallelEmbedding": "crosscut.layers",
     "init_mesh": "crosscut.distributed",
+    "vocab_parallel_cross_entropy": "crosscut.layers",
 }
 
-__all__ = ["ColumnParallelLinear", "Mesh", "ParallelMLP", "RowParallelLinear", "__version__", "init_mesh"]
+__all__ = [
+    "ColumnParallelLinear",
+    "Mesh",
+    "ParallelMLP",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "__version__",
+    "init_mesh",
+    "vocab_parallel_cross_entropy",
+]
 
 
 def __getattr__(name: str) -> Any:
