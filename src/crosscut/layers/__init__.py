@@ -4,11 +4,17 @@ from crosscut.layers.cross_entropy import vocab_parallel_cross_entropy
 from crosscut.layers.embedding import VocabParallelEmbedding
 from crosscut.layers.linear import ColumnParallelLinear, RowParallelLinear
 from crosscut.layers.mlp import ParallelMLP
+from crosscut.layers.norm import LayerNorm, RMSNorm
+from crosscut.layers.random import ParallelDropout, manual_seed
 
 __all__ = [
     "ColumnParallelLinear",
+    "LayerNorm",
+    "ParallelDropout",
     "ParallelMLP",
+    "RMSNorm",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "manual_seed",
     "vocab_parallel_cross_entropy",
 ]

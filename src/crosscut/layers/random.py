@@ -1,0 +1,85 @@
+"""Randomness under tensor parallelism: equal masks on replicated activations, different ones on sharded activations.
+
+With torch's own dropout and equal seeds on all ranks, a sharded activation gets the same mask on every shard, so hidden
+unit j and unit j + F/tp drop together; with different seeds a replicated activation gets different masks and the ranks
+compute different things. Here every dropout draws one number from a generator that runs alike on all ranks of a tp group
+and seeds its mask with it, with the rank mixed in where the activation is sharded. Because that number comes from torch's
+default CPU generator, activation checkpointing, which restores it, recomputes the same mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from crosscut.distributed.mesh import Mesh
+from crosscut.errors import UsageError
+from crosscut.sharding import shard_sizes
+
+_SPREAD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: neighbouring ranks get seeds that share no pattern
+
+
+def manual_seed(seed: int, mesh: Mesh) -> None:
+    """Seed torch on every rank: alike within a tp group, differently along dp, whose ranks see different data."""
+    torch.manual_seed((seed + mesh.dp.rank * _SPREAD) % 2**63)
+
+
+class ParallelDropout(nn.Module):
+    """Dropout (Srivastava et al., 2014) of an activation that is ``sharded`` over the tp group, or whole on every rank.
+
+    ``x [...]`` -> the same shape. ``sharded``: ``x`` is this rank's part along ``dim``. ``invariant``: draw the mask of the
+    whole activation on every rank and use this rank's part, so that any tp gives the mask that one device would: for
+    comparing runs, at the price of a whole mask. ``generator``: a CPU generator that runs alike on all ranks, in place of
+    torch's default one (seed that with :func:`manual_seed`). Raises UsageError (``bad-option``) unless 0 <= p < 1.
+    """
+
+    def __init__(
+        self,
+        p: float,
+        *,
+        mesh: Mesh,
+        sharded: bool,
+        dim: int = -1,
+        invariant: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise UsageError(f"dropout p={p}", code="bad-option", fix="give a probability from 0 up to, not including, 1")
+        self.p, self.group, self.sharded, self.dim = p, mesh.tp, sharded, dim
+        self.invariant, self.generator = invariant, generator
+
+    def forward(self, x: Tensor, total: int | None = None) -> Tensor:
+        """``x`` with elements dropped and the others scaled by 1/(1-p).
+
+        ``total``: size of the whole ``dim`` when it does not divide.
+        """
+        if not self.training or self.p == 0:
+            return x
+        seed = int(torch.randint(0, 2**62, (), generator=self.generator))
+        if self.sharded and self.invariant:
+            kept = self._part_of_whole(x, seed, total)
+        else:
+            kept = self._mask(x.shape, x.device, seed + (self.group.rank * _SPREAD if self.sharded else 0))
+        return x * kept.to(x.dtype) / (1 - self.p)
+
+    def _mask(self, shape: torch.Size, device: torch.device, seed: int) -> Tensor:
+        generator = torch.Generator(device).manual_seed(seed % 2**63)
+        return torch.empty(shape, device=device).bernoulli_(1 - self.p, generator=generator)
+
+    def _part_of_whole(self, x: Tensor, seed: int, total: int | None) -> Tensor:
+        sizes = shard_sizes(x.shape[self.dim] * self.group.size if total is None else total, self.group.size)
+        if sizes[self.group.rank] != x.shape[self.dim]:
+            raise UsageError(
+                f"rank {self.group.rank} holds {x.shape[self.dim]} of {sum(sizes)} along dim {self.dim}, "
+                f"not {sizes[self.group.rank]}",
+                code="bad-shape",
+                fix="give total, the size of the whole dim",
+            )
+        whole = list(x.shape)
+        whole[self.dim] = sum(sizes)
+        return self._mask(torch.Size(whole), x.device, seed).split(sizes, self.dim)[self.group.rank]
+
+    def extra_repr(self) -> str:
+        """For ``print(module)``."""
+        return f"p={self.p}, sharded={self.sharded}, invariant={self.invariant}"
