@@ -134,5 +134,5 @@ def test_what_cannot_work_is_refused(on_ranks: OnRanks) -> None:
             ParallelDropout(p, mesh=alone(), sharded=True)
     with pytest.raises(UsageError, match="hidden=0"):
         RMSNorm(0, mesh=alone())
-    with pytest.raises(UsageError, match="rank 0 holds 4 of 5 along dim -1, not 3"):
+    with pytest.raises(UsageError, match=r"rank \d holds 4 of 5 along dim -1, not [23]"):
         on_ranks(2, lambda mesh: ParallelDropout(0.5, mesh=mesh, sharded=True, invariant=True)(torch.ones(2, 4), 5))

@@ -6,6 +6,7 @@ from crosscut.layers.linear import ColumnParallelLinear, RowParallelLinear
 from crosscut.layers.mlp import ParallelMLP
 from crosscut.layers.norm import LayerNorm, RMSNorm
 from crosscut.layers.random import ParallelDropout, manual_seed
+from crosscut.layers.replicas import broadcast_parameters, check_replicas, clip_grad_norm_
 
 __all__ = [
     "ColumnParallelLinear",
@@ -15,6 +16,9 @@ __all__ = [
     "RMSNorm",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "broadcast_parameters",
+    "check_replicas",
+    "clip_grad_norm_",
     "manual_seed",
     "vocab_parallel_cross_entropy",
 ]
