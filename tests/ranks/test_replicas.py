@@ -30,7 +30,7 @@ class Unsplit(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(6)
-        self.norm, self.up, self.down = nn.RMSNorm(10), nn.Linear(10, 21), nn.Linear(21, 10)
+        self.norm, self.up, self.down = nn.RMSNorm(10, 1e-5), nn.Linear(10, 21), nn.Linear(21, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
