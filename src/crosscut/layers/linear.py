@@ -56,10 +56,11 @@ class _ParallelLinear(nn.Module):
         where = mesh.device if device is None else device
 
         self.shapes = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
-        self.register_parameter("bias", None)
         for name, shape in self.shapes.items():
             shard = cuts[name].shard_shape(shape, tp, rank)
             self.register_parameter(name, nn.Parameter(torch.empty(shard, device=where, dtype=dtype)))
+        if not bias:
+            self.register_parameter("bias", None)
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw the initial weights of ``nn.Linear``'s law, U(-1/sqrt(in), 1/sqrt(in)), equal at every tp.

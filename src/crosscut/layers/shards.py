@@ -21,7 +21,7 @@ def take(full: Tensor, cut: Cut, tp: int, rank: int) -> Tensor:
 
 
 def join(shards: list[Tensor], cut: Cut, shape: tuple[int, ...]) -> Tensor:
-    """The whole tensor of ``shape`` from the shards of all ranks, bit for bit."""
+    """The whole tensor of ``shape`` from the shards of all ranks, bit for bit. Of what several ranks hold, the last one's."""
     if cut.dim is None:
         return shards[0].clone()
     full = shards[0].new_empty(shape)
