@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,6 +25,14 @@ if not hasattr(ThreadLocalWorld, "comms"):  # torch 2.11's threaded world lacks 
     ThreadLocalWorld.comms = property(lambda self: [])
 
 
+def _wake_peers(failure: BaseException) -> None:
+    """End the waits of the other ranks. torch walks a dict that they may be changing: look again until it stands still."""
+    for _ in range(1000):
+        with suppress(RuntimeError):
+            ProcessLocalGroup.exception_handle(failure)
+            return
+
+
 def run_ranks(world: int, fn: Callable[..., T], *args: Any, tp: int | None = None) -> list[T]:
     """Run ``fn(mesh, *args)`` on ``world`` rank threads. The first rank's own error is raised, not its peers' echoes."""
     if world == 1:
@@ -40,9 +49,9 @@ def run_ranks(world: int, fn: Callable[..., T], *args: Any, tp: int | None = Non
             results[rank] = fn(make_mesh(tp=tp, device="cpu"), *args)
         except BaseException as failure:  # a peer's echo is a BrokenBarrier; the origin is recorded first
             failures.append(failure)
-            ProcessLocalGroup.exception_handle(failure)
+            _wake_peers(failure)
         finally:
-            if dist.is_initialized():
+            with suppress(Exception):  # after a failure the peers may be gone, and the failure is what counts
                 dist.destroy_process_group()
 
     try:

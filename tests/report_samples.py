@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from crosscut.bench.fit import summarise
 from crosscut.records import Hardware, Row, RunRecord, Times
 
 SPEED = {"single": 1.0, "textbook": 1.6, "nccl": 1.3, "dtensor": 6.0, "crosscut": 0.7, "no_comm": 0.5}
@@ -78,3 +79,51 @@ def collectives_record(**changes: object) -> RunRecord:
                     busbw_gbps=rate, error=1.7e-3, path=path)
             )  # fmt: skip
     return record(rows, **{"command": "crosscut bench collectives --tp 2", **changes})
+
+
+def pair_rows(world: int = 4) -> list[Row]:
+    """Every ordered pair at two sizes, and every unordered one both ways at once; rank 3's links are slow."""
+    rows = []
+    for src in range(world):
+        for dst in range(world):
+            rate = 60.0 if 3 in (src, dst) else 380.0
+            for nbytes in (8, 1 << 28):
+                us = 6.0 + nbytes / rate / 1e3
+                for direction in ("uni", "bi") if src < dst else ("uni",) if src > dst else ():
+                    extra = {"src": src, "dst": dst, "direction": direction}
+                    measured = {"bytes": nbytes, "us": times(us), "algbw_gbps": nbytes / us / 1e3}
+                    rows.append(Row("pair", "nccl", "eager", 2, "float32", **measured, extra=extra))  # type: ignore[arg-type]
+    return rows
+
+
+def ring_row(world: int = 4, nbytes: int = 1 << 20) -> Row:
+    """Ring all-reduce: 2(n-1) steps, in each of which every rank sends S/n to the next."""
+    part = nbytes // world
+    step = [{"src": rank, "dst": (rank + 1) % world, "bytes": part} for rank in range(world)]
+    total = 2 * (world - 1) * part
+    formula = {"steps": 2 * (world - 1), "bytes_per_rank": float(total), "text": "2(n-1)/n x S"}
+    extra = {"op": "all_reduce", "steps": [step] * (2 * (world - 1)), "sent": [total] * world, "received": [total] * world}
+    return Row("simulate", "ring", "eager", world, "float32", bytes=nbytes, extra={**extra, "formula": formula})
+
+
+def bench_record(faster: float = 1.0, **changes: object) -> RunRecord:
+    """What ``bench collectives`` leaves: curves in and out of place, conclusions, pairs, and a simulated ring.
+
+    Times are divided by ``faster``. In-place calls and the multicast rows of 8 GPUs are slower and faster by fixed factors.
+    """
+    rows = []
+    for impl, alpha, beta in (("nccl", 11.0, 300.0), ("torch_one_shot", 7.5, 150.0), ("crosscut", 3.0, 200.0)):
+        for power in range(10, 31, 2):
+            for in_place in (False, True):
+                nbytes = 1 << power
+                us = (alpha + nbytes / beta / 1e3) * (0.93 if in_place else 1) / faster
+                rate = nbytes / us / 1e3
+                extra = {"redop": "sum", "in_place": in_place, "wrong": 0, "wire_gbps": rate}
+                rows.append(
+                    Row("all_reduce", impl, "graph", 2, "bfloat16", bytes=nbytes, us=times(us), n=500, algbw_gbps=rate,
+                        busbw_gbps=rate, error=0.0, extra=extra)
+                )  # fmt: skip
+    links = [["-", "NV18 450 GB/s"], ["NV18 450 GB/s", "-"]]
+    rows += [*summarise(rows, "NVIDIA H200", links), *pair_rows(), ring_row()]
+    hardware = Hardware("NVIDIA H200", 2, links, "570.86.15")
+    return record(rows, **{"command": "crosscut bench collectives --tp 2", "hardware": hardware, **changes})

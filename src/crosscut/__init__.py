@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from crosscut.distributed import Mesh, init_mesh
     from crosscut.layers import (
         ColumnParallelLinear,
+        ParallelAttention,
         ParallelMLP,
         RowParallelLinear,
         VocabParallelEmbedding,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ColumnParallelLinear": "crosscut.layers",
     "Mesh": "crosscut.distributed",
+    "ParallelAttention": "crosscut.layers",
     "ParallelMLP": "crosscut.layers",
     "RowParallelLinear": "crosscut.layers",
     "VocabParallelEmbedding": "crosscut.layers",
@@ -39,6 +41,7 @@ _HOMES = {
 __all__ = [
     "ColumnParallelLinear",
     "Mesh",
+    "ParallelAttention",
     "ParallelMLP",
     "RowParallelLinear",
     "VocabParallelEmbedding",

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from crosscut.report.html import render
-from report_samples import collectives_record, linear_record
+from report_samples import bench_record, collectives_record, linear_record
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = [pytest.mark.chromium, pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")]
@@ -133,13 +133,14 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Browser:
-    """A page of two hostile records, open in a wide light window."""
+    """A page of three records, the first one hostile, open in a wide light window."""
     records = [
         linear_record(notes=[f"verdict {HOSTILE}"], commit=HOSTILE),
         collectives_record(notes=["second"]),
+        bench_record(notes=["third"]),
     ]
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(render(records, [f"first {HOSTILE}", "second"]), encoding="utf-8")
+    path.write_text(render(records, [f"first {HOSTILE}", "second", f"third {HOSTILE}"]), encoding="utf-8")
     browser.screen(1200)
     browser.open(path)
     return browser
@@ -153,10 +154,17 @@ def background(page: Browser, selector: str) -> int:
 
 def test_every_chart_is_drawn_with_its_marks(page: Browser) -> None:
     charts = page.js("document.querySelectorAll('.plot').length")
-    assert charts >= 14
-    drawn = "[...document.querySelectorAll('.plot')].filter(p => p.querySelector('.trace path, .point path')).length"
+    assert charts >= 14 + 5
+    drawn = "[...document.querySelectorAll('.plot')].filter(p => p.querySelector('.trace path, .point path, .hm image')).length"
     assert page.js(drawn) == charts
     assert page.js("document.querySelectorAll('button.png').length") == charts
+
+
+def test_a_pair_matrix_has_its_numbers_and_the_steps_their_arrows(page: Browser) -> None:
+    cells = page.js("[...document.querySelectorAll('[id^=map-pair-latency-one] .heatmap-label text')].map(t => t.textContent)")
+    assert len(cells) == 12
+    assert set(cells) == {"6.00"}
+    assert page.js("document.querySelectorAll('[id^=map-steps] .point').length") >= 24
 
 
 def test_nothing_from_a_record_runs_or_is_lost(page: Browser) -> None:
@@ -252,3 +260,21 @@ def test_no_errors_and_no_network(page: Browser) -> None:
     urls = [event["params"]["request"]["url"] for event in page.events if event["method"] == "Network.requestWillBeSent"]
     assert urls, "the page itself is a request"
     assert [url for url in urls if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+def test_a_click_on_a_name_hides_the_curve_with_its_span_and_fit(browser: Browser, tmp_path: Path) -> None:
+    """Last in this file, because it opens another page."""
+    path = tmp_path / "one.html"
+    path.write_text(render([bench_record()], ["only"]), encoding="utf-8")
+    browser.screen(1200)
+    browser.open(path)
+    plot = "document.querySelector('.plot[id^=latency]')"
+    hidden = f"{plot}._fullData.filter(t => t.visible === 'legendonly').length"
+    assert browser.js(hidden) == 0
+    x, y = browser.js(
+        f"(() => {{ {plot}.scrollIntoView({{block: 'center'}}); const r = [...{plot}.querySelectorAll('.legend .traces')]"
+        ".find(t => t.textContent === 'crosscut').getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2] })()"
+    )
+    for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    browser.wait(f"{hidden} === 3")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from crosscut.cli.report import report
 from crosscut.errors import UsageError
 from crosscut.records import RunRecord
 from crosscut.report.html import embed, facts, render, title, write
-from report_samples import collectives_record, layer_rows, linear_record, record
+from report_samples import bench_record, collectives_record, layer_rows, linear_record, record
 
 
 class Page(HTMLParser):
@@ -81,6 +82,12 @@ def test_the_record_and_the_figures_read_back() -> None:
     assert len(plots) == len([a for tag, a in page.tags if a.get("class") == "png"]) >= 14
 
 
+def test_the_title_names_a_few_subjects_and_no_conclusions() -> None:
+    assert title([bench_record()]) == "all_reduce, pair, simulate on 2 x NVIDIA H200"
+    rows = [replace(bench_record().rows[0], subject=subject) for subject in "abcdef"]
+    assert title([record(rows)]) == "a, b, c, d and 2 more on 2 x NVIDIA H200"
+
+
 def test_facts_leave_out_what_is_not_known() -> None:
     names = [name for name, _ in facts(record([], commit=None, started="", config={"source": None, "modes": []}))]
     assert names == ["Command", "Hardware", "Driver", "Versions"]
@@ -115,22 +122,26 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 SMALL = json.loads(record([row for row in layer_rows("graph") if row.bytes or row.shape["tokens"] == 1][:8]).to_json())  # type: ignore[index]
+ONE_OF_EACH = {(row.subject, row.bytes is not None and row.bytes < 5000): row for row in bench_record().rows}
+CONCLUDED = json.loads(record(list(ONE_OF_EACH.values()), notes=[]).to_json())
 JUNK = st.sampled_from([None, True, -1, 0, 1e308, 10**30, "", "inf", "x", [], [1], [[]], {}, {"a": 1}, {"split": []}])
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.sampled_from(leaves(SMALL)), JUNK)
-def test_a_damaged_record_is_drawn_or_refused_but_never_crashes(tmp_path_factory: Any, path: Any, junk: Any) -> None:
+@given(st.sampled_from([(whole, path) for whole in (SMALL, CONCLUDED) for path in leaves(whole)]), JUNK)
+def test_a_damaged_record_is_drawn_or_refused_but_never_crashes(tmp_path_factory: Any, spot: Any, junk: Any) -> None:
     folder = tmp_path_factory.getbasetemp()
-    damaged = json.loads(json.dumps(SMALL))
+    whole, path = spot
+    damaged = json.loads(json.dumps(whole))
     inner = damaged
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = junk
     (folder / "damaged.json").write_text(json.dumps(damaged), encoding="utf-8")
+    (folder / "whole.json").write_text(json.dumps(whole), encoding="utf-8")
     refusal: UsageError | None = None
     try:
-        write([folder / "damaged.json"], folder / "damaged.html")
+        write([folder / "damaged.json", folder / "whole.json"], folder / "damaged.html")
     except UsageError as error:
         refusal = error
     assert refusal is None or (refusal.code == "file-unreadable" and "damaged.json" in refusal.message)

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
-from crosscut.records import Row
-from crosscut.report.plots import COLORS, Chart, charts, color, roundoff
+from crosscut.records import Hardware, Row
+from crosscut.report.canvas import COLORS, Chart, color
+from crosscut.report.kinds import roundoff
+from crosscut.report.plots import charts
 from crosscut.report.tables import label
-from report_samples import SPEED, TOKENS, collectives_record, linear_record, record, times
+from report_samples import SPEED, TOKENS, bench_record, collectives_record, linear_record, record, times
 
 
 def by_key(drawn: list[Chart], start: str) -> Chart:
@@ -85,7 +87,7 @@ def test_collectives_over_size() -> None:
     assert (latency.figure.layout.xaxis.type, latency.figure.layout.yaxis.type) == ("log", "log")
     assert latency.figure.layout.xaxis.ticktext[0] == "1 KiB"
     assert trace(busbw, "nccl").y[-1] == pytest.approx(257, rel=0.01)
-    styles = [(trace.line.color, trace.marker.symbol) for trace in busbw.figure.data]
+    styles = [(trace.line.color, trace.marker.symbol) for trace in busbw.figure.data if trace.marker.symbol]
     assert len({color for color, _ in styles}) == len({symbol for _, symbol in styles}) == 3
 
 
@@ -131,3 +133,95 @@ def test_a_colour_is_always_the_same_and_the_main_ones_differ() -> None:
     assert len({color(impl) for impl in layer}) == len(layer)
     size = ("nccl", "crosscut", "nccl_symmetric", "torch_one_shot", "torch_two_shot", "mpi")
     assert len({color(impl) for impl in size}) == len(size)
+
+
+def test_curves_have_their_span_and_fit_below_them() -> None:
+    latency, busbw = charts([bench_record()], ["a"])[:2]
+    own = [trace for trace in latency.figure.data if trace.legendgroup == "crosscut"]
+    band, fit, curve = own
+    assert [trace.showlegend for trace in own] == [False, False, None], "one entry in the legend hides all three"
+    assert (band.fill, len(band.x)) == ("toself", 2 * len(curve.x))
+    assert band.y[0] == pytest.approx(curve.y[0] * 1.1)
+    assert band.y[-1] == pytest.approx(curve.y[0] * 0.95)
+    assert (fit.line.dash, fit.x[0], fit.x[-1]) == ("dot", 1024, pytest.approx(1 << 30))
+    assert (fit.y[0], fit.y[-1]) == (pytest.approx(curve.y[0]), pytest.approx(curve.y[-1]))
+    assert "Dotted: the alpha-beta fit." in latency.caption
+    (rate,) = [trace for trace in busbw.figure.data if trace.legendgroup == "crosscut" and trace.showlegend is False]
+    assert rate.y[-1] == pytest.approx(trace(busbw, "crosscut").y[-1]), "the fit in GB/s, without a span"
+
+
+def test_in_place_curves_are_told_apart_and_bear_no_second_fit() -> None:
+    latency = charts([bench_record()], ["a"])[0]
+    own = [trace for trace in latency.figure.data if trace.legendgroup == "nccl, in place"]
+    assert [(trace.name, trace.marker.symbol) for trace in own] == [("nccl, in place", "circle-open")]
+
+
+def test_crossovers_lie_on_the_curve_that_is_faster_below() -> None:
+    latency = charts([bench_record()], ["a"])[0]
+    marks = trace(latency, "crossover")
+    found = {text.split(": ")[1]: (x, y) for x, y, text in zip(marks.x, marks.y, marks.text, strict=True)}
+    size, us = found["below crosscut, above nccl is faster"]
+    assert 1 << 22 < size < 1 << 24
+    assert us == pytest.approx(3 + size / 200e3, rel=0.15)
+    assert "Crosses:" in latency.caption
+    assert "Crosses:" not in charts([collectives_record()], ["a"])[0].caption
+
+
+def test_the_peak_of_a_known_link_is_marked() -> None:
+    busbw = charts([bench_record()], ["a"])[1]
+    assert set(trace(busbw, "peak of the link, NV18 (450)").y) == {450.0}
+    assert 10 ** busbw.figure.layout.yaxis.range[1] > 450
+    cpu = charts([bench_record(hardware=Hardware("CPU, 2 threads", 2))], ["a"])[1]
+    assert not [trace for trace in cpu.figure.data if "peak" in (trace.name or "")]
+    mixed = charts([bench_record(), bench_record(hardware=Hardware("CPU, 2 threads", 2))], ["a", "b"])[1]
+    assert not [trace for trace in mixed.figure.data if "peak" in (trace.name or "")], "no one line holds for both"
+
+
+def test_wire_bandwidth_is_drawn_where_it_is_not_the_bus_bandwidth() -> None:
+    def multicast(port: float) -> list[Row]:
+        measured = {"bytes": 1 << 30, "us": times(3900.0), "algbw_gbps": 275.0, "busbw_gbps": 481.0}
+        return [Row("all_reduce", "nccl", "graph", 8, "bfloat16", **measured, extra={"wire_gbps": port})]  # type: ignore[arg-type]
+
+    keys = [chart.id.split("-")[0] for chart in charts([record(multicast(309.0))], ["a"])]
+    assert keys == ["latency", "busbw", "wire"]
+    assert [chart.id.split("-")[0] for chart in charts([record(multicast(481.0))], ["a"])] == ["latency", "busbw"]
+
+
+def test_redops_have_charts_of_their_own() -> None:
+    rows = [
+        Row("all_reduce", impl, "graph", 2, "bfloat16", bytes=64, us=times(1.0), extra={"redop": redop})
+        for impl, redop in (("nccl", "sum"), ("nccl", "max"), ("nccl ring", "sum"))
+    ]
+    drawn = charts([record(rows)], ["a"])
+    assert [chart.title for chart in drawn] == [
+        "Latency: all_reduce, bfloat16, graph",
+        "Latency: all_reduce, max, bfloat16, graph",
+    ]
+    assert [trace.name for trace in drawn[0].figure.data] == ["nccl", "nccl ring"]
+
+
+def test_pair_matrices() -> None:
+    drawn = [chart for chart in charts([bench_record()], ["a"]) if chart.id.startswith("map-pair")]
+    assert [chart.title for chart in drawn] == [
+        f"Pair {what}: {way}, nccl, eager, float32"
+        for way in ("one way at a time", "both ways at once")
+        for what in ("latency", "bandwidth")
+    ]
+    latency, bandwidth, _, both = (chart.figure.data[0] for chart in drawn)
+    assert [latency.z[i][i] for i in range(4)] == [None] * 4
+    assert latency.z[0][1] == pytest.approx(6.0, rel=1e-3), "at the smallest size"
+    assert bandwidth.z[0][1] == pytest.approx(377, rel=0.01), "at the largest size"
+    assert bandwidth.z[0][3] == bandwidth.z[3][0] == pytest.approx(60, rel=0.01), "the slow rank shows"
+    assert (latency.zmin, latency.zmax) == (0, pytest.approx(6.0, rel=1e-3)), "equal links have equal colours"
+    assert both.z[2][1] == both.z[1][2], "an unordered pair fills both cells"
+
+
+def test_simulated_steps_are_arrows_between_ranks() -> None:
+    (chart,) = [chart for chart in charts([bench_record()], ["a"]) if chart.id.startswith("map-steps")]
+    lines, middles = chart.figure.data
+    assert (list(lines.x[:3]), list(lines.x[9:12])) == ([0, 1, None], [3, 0, None]), "each to the next, the last to the first"
+    assert len(middles.text) == 24
+    assert middles.text[0] == "step 1: rank 0 sends 256 KiB to rank 1"
+    assert list(chart.figure.layout.yaxis.ticktext) == [f"step {i}" for i in range(1, 7)]
+    assert "Counted: 6 steps, 24 messages of 256 KiB; the busiest rank sends 1.5 MiB" in chart.caption
+    assert "Formula: 6 steps and 2(n-1)/n x S = 1.5 MiB a rank, with S = 1 MiB" in chart.caption

@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from crosscut.records import Row, RunRecord
-from crosscut.report.tables import Axis, Sheet, compare, comparison_sheets, impl_order, number, rows_sheet, short, table
-from report_samples import SPEED, TOKENS, collectives_record, layer_rows, linear_record, record, times
+from crosscut.report.sheets import Sheet, number, short
+from crosscut.report.tables import Axis, compare, comparison_sheets, impl_order, rows_sheet, sheets, table
+from report_samples import SPEED, TOKENS, bench_record, collectives_record, layer_rows, linear_record, record, times
 
 
 def printed(run: RunRecord, width: int = 100) -> str:
@@ -153,3 +154,39 @@ def test_small_helpers() -> None:
         "12346",
     ]
     assert impl_order(["zeta", "crosscut", "single", "alpha"]) == ["single", "crosscut", "alpha", "zeta"]
+
+
+def test_conclusions_have_tables_of_their_own() -> None:
+    found = {sheet.title.split(",")[0]: sheet for sheet in sheets(bench_record())}
+    assert list(found) == ["Verdicts", "Latency and rate", "Crossovers", "Simulated algorithms", "Pairs", "All rows"]
+    assert column(found["Verdicts"], "level") == ["good"]
+    fits = found["Latency and rate"]
+    assert fits.title == "Latency and rate, redop sum, mode graph, world 2, dtype bfloat16"
+    assert column(fits, "impl") == ["nccl", "torch_one_shot", "crosscut"]
+    assert column(fits, "sizes") == ["1 KiB to 1 GiB"] * 3
+    assert column(fits, "alpha us")[0].startswith("11 ± ")
+    assert column(fits, "half size")[0] == "3.1 MiB"
+    assert column(found["Crossovers"], "faster below") == ["torch_one_shot", "crosscut"]
+    steps = found["Simulated algorithms"]
+    assert [cell.text for cell in steps.rows[0]] == [
+        *("ring", "all_reduce", "4", "1 MiB", "6", "24", "1.5 MiB", "1.5 MiB"),
+        "2(n-1)/n x S = 1.5 MiB",
+    ]
+    assert column(found["Pairs"], "pair")[:2] == ["0 to 1", "0 and 1"]
+    assert set(column(found["All rows"], "place")) == {"in", "out"}
+    assert len(found["All rows"].rows) == 66, "no conclusion, no pair among them"
+
+
+def test_the_terminal_shows_rows_then_conclusions() -> None:
+    text = printed(bench_record(), 120)
+    assert max(map(len, text.splitlines())) <= 120
+    places = [text.index(part) for part in ("All rows", "Pairs", "Verdicts", "Latency and rate", "Crossovers", "Simulated")]
+    assert places == sorted(places)
+
+
+def test_a_damaged_conclusion_is_shown_as_far_as_it_goes() -> None:
+    odd = {"op": ["x"], "steps": [{"src": 0}, [{"src": "0", "dst": 1, "bytes": 2}, 7]], "sent": [None, "x"], "formula": 3}
+    rows = [Row(subject, "ring", "eager", 2, "float32", extra=odd) for subject in ("fit", "crossover", "verdict", "simulate")]
+    run = record(rows, notes=["still here"])
+    assert "still here" in printed(run)
+    assert "['x']" in printed(run)

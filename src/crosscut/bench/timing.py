@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from torch import Tensor
 from crosscut.collectives import all_reduce, barrier
 from crosscut.distributed.mesh import Group
 
+T = TypeVar("T")
 Call = Callable[[], Tensor]
+NO_CACHE_HOLDS = {"cuda": 512 << 20, "cpu": 64 << 20}
+"""Bytes that no cache holds, by type of device."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,10 @@ class Sampling:
     most: int = 60
     sample_us: float = 1000.0
     """A sample lasts about this long, so that the events' own cost does not count."""
+
+    def reps(self, sample_us: float) -> int:
+        """How many samples to take when one takes ``sample_us``."""
+        return int(min(max(self.seconds * 1e6 / sample_us, self.least), self.most))
 
 
 @dataclass(frozen=True)
@@ -53,11 +61,11 @@ def time_case(calls: Sequence[Call], group: Group, mode: str, sampling: Sampling
     device = group.device
     for call in islice(cycle(calls), 0 if idle else len(calls) + 2):
         call()
-    roughly = _slowest([0.0 if idle else pilot(calls, device)], group)[0]
+    roughly = slowest([0.0 if idle else pilot(calls, device)], group)[0]
     inner = int(min(max(sampling.sample_us / roughly, 1), 64))
     if mode == "graph":
         inner = max(inner, len(calls))
-    reps = int(min(max(sampling.seconds * 1e6 / (roughly * inner), sampling.least), sampling.most))
+    reps = sampling.reps(roughly * inner)
     outputs: list[Tensor] = []
     if idle:
         samples = [0.0] * reps
@@ -66,9 +74,9 @@ def time_case(calls: Sequence[Call], group: Group, mode: str, sampling: Sampling
     else:
         run, outputs = _graph(calls, inner, device) if mode == "graph" else _eager(calls, inner)
         run()
-        samples = [_sample(run, inner, group) for _ in range(reps)]
+        samples = [sample(run, inner, group) for _ in range(reps)]
         outputs = _checked(run, outputs) if mode == "graph" else [_poisoned(call) for call in calls]
-    return Timed(_slowest(samples, group), inner * reps, outputs)
+    return Timed(slowest(samples, group), inner * reps, outputs)
 
 
 def pilot(calls: Sequence[Call], device: torch.device) -> float:
@@ -85,8 +93,7 @@ def pilot(calls: Sequence[Call], device: torch.device) -> float:
 
 def copies(nbytes: int, device: torch.device) -> int:
     """How many copies of a buffer of ``nbytes`` make a set that no cache holds (512 MiB on GPUs, 64 MiB on CPU), at most 12."""
-    beyond = (512 << 20) if device.type == "cuda" else (64 << 20)
-    return max(1, min(12, -(-beyond // max(nbytes, 1))))
+    return max(1, min(12, -(-NO_CACHE_HOLDS[device.type] // max(nbytes, 1))))
 
 
 def _eager(calls: Sequence[Call], inner: int) -> tuple[Callable[[], None], list[Tensor]]:
@@ -100,17 +107,25 @@ def _eager(calls: Sequence[Call], inner: int) -> tuple[Callable[[], None], list[
 
 
 def _graph(calls: Sequence[Call], inner: int, device: torch.device) -> tuple[Callable[[], None], list[Tensor]]:
+    def warm() -> None:
+        for call in calls[:2]:
+            call()
+
+    return captured(warm, lambda: [call() for call in islice(cycle(calls), inner)], device)
+
+
+def captured(warm: Callable[[], None], body: Callable[[], T], device: torch.device) -> tuple[Callable[[], None], T]:
+    """``body`` as one CUDA graph: what replays it, and what it returned. ``warm`` runs first, on a stream of its own."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        for call in calls[:2]:
-            call()
+        warm()
     torch.cuda.current_stream(device).wait_stream(side)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = [call() for call in islice(cycle(calls), inner)]
-    return graph.replay, outputs
+        result = body()
+    return graph.replay, result
 
 
 def _checked(run: Callable[[], None], outputs: list[Tensor]) -> list[Tensor]:
@@ -133,20 +148,28 @@ def _poisoned(call: Call) -> Tensor:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def _sample(run: Callable[[], None], inner: int, group: Group) -> float:
+def sample(run: Callable[[], None], inner: int, group: Group, host: bool = False) -> float:
+    """Microseconds of one of the ``inner`` calls that ``run`` makes, on this rank, after all ranks have met."""
     barrier(group)
-    if group.device.type != "cuda":
+    return clock(run, group.device, host) / inner
+
+
+def clock(run: Callable[[], None], device: torch.device, host: bool = False) -> float:
+    """Microseconds that ``run`` takes, between two CUDA events; on CPU, and with ``host``, by the host's clock."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    if host or device.type != "cuda":
         start = time.perf_counter_ns()
         run()
-        return (time.perf_counter_ns() - start) / 1e3 / inner
+        return (time.perf_counter_ns() - start) / 1e3
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(group.device)
     first.record()
     run()
     last.record()
     last.synchronize()
-    return first.elapsed_time(last) * 1e3 / inner
+    return first.elapsed_time(last) * 1e3
 
 
-def _slowest(samples: list[float], group: Group) -> list[float]:
+def slowest(samples: list[float], group: Group) -> list[float]:
+    """Each sample of the rank that took longest."""
     return all_reduce(torch.tensor(samples, dtype=torch.float32, device=group.device), group, "max").tolist()

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from crosscut.cli.bench_collectives import collectives
 from crosscut.cli.ranks import Backend, Device, Json, Out, Tp, deliver, run_on_ranks
 from crosscut.errors import MismatchError, choose
 
@@ -38,6 +39,9 @@ Explain = Annotated[bool, typer.Option("--explain", help="Say what carries each 
 @bench.callback()
 def group() -> None:
     """Measure: one device against its split, with the result checked in the same run."""
+
+
+bench.command()(collectives)
 
 
 @bench.command()

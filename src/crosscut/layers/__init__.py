@@ -1,5 +1,6 @@
 """Parallel layers: each equal to its unsplit self in output, gradients and initial weights, at any tp."""
 
+from crosscut.layers.attention import ParallelAttention
 from crosscut.layers.cross_entropy import vocab_parallel_cross_entropy
 from crosscut.layers.embedding import VocabParallelEmbedding
 from crosscut.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -11,6 +12,7 @@ from crosscut.layers.replicas import broadcast_parameters, check_replicas, clip_
 __all__ = [
     "ColumnParallelLinear",
     "LayerNorm",
+    "ParallelAttention",
     "ParallelDropout",
     "ParallelMLP",
     "RMSNorm",

@@ -178,6 +178,7 @@ class RowParallelLinear(_ParallelLinear):
               or this rank's tokens ``[T/tp, H]`` with ``sequence_parallel`` (one reduce-scatter along ``sequence_dim``)
     backward: all gradients stay local; with ``sequence_parallel`` the gradient of ``y`` is gathered and that of ``b`` summed
 
+    ``cut``: how the weight's dim 1 is dealt, when not feature by feature (attention's output: ``QueryHeads(heads, dim=1)``).
     Raises UsageError (``bad-size``) for a size below 1.
     """
 
@@ -191,11 +192,12 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
+        cut: Cut | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         seed: int | None = None,
     ) -> None:
-        cuts: dict[str, Cut] = {"weight": Row(), "bias": Replicated()}
+        cuts: dict[str, Cut] = {"weight": cut or Row(), "bias": Replicated()}
         super().__init__(in_features, out_features, bias, mesh, cuts, device, dtype)
         self.local_features = self.weight.shape[1]
         self.input_is_parallel, self.sequence_parallel, self.sequence_dim = input_is_parallel, sequence_parallel, sequence_dim

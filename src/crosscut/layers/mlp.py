@@ -14,7 +14,7 @@ from typing_extensions import Self
 from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError, choose
 from crosscut.layers.linear import ColumnParallelLinear, RowParallelLinear
-from crosscut.layers.shards import shared_seed
+from crosscut.layers.shards import pack, shared_seed, unpack
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -80,7 +80,7 @@ class ParallelMLP(nn.Module):
         )
         layout = {"sequence_parallel": mlp.up.sequence_parallel, "sequence_dim": mlp.up.sequence_dim}
         mlp.up = ColumnParallelLinear.from_linear(
-            up if gate is None else _pack(gate, up), mesh, packed=(mlp.ffn, mlp.ffn) if gate is not None else (), **layout
+            up if gate is None else pack([gate, up]), mesh, packed=(mlp.ffn, mlp.ffn) if gate is not None else (), **layout
         )
         mlp.down = RowParallelLinear.from_linear(down, mesh, **layout)
         return mlp
@@ -90,7 +90,7 @@ class ParallelMLP(nn.Module):
         up, down = self.up.to_linear(), self.down.to_linear()
         if not self.gated:
             return {"up": up, "down": down}
-        gate, up = _unpack(up)
+        gate, up = unpack(up, [self.ffn, self.ffn])
         return {"gate": gate, "up": up, "down": down}
 
     def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor:
@@ -120,37 +120,3 @@ def _check_fit(up: nn.Linear, down: nn.Linear, gate: nn.Linear | None) -> None:
             code="bad-size",
             fix="up (and gate) must go H -> F and down F -> H, all with a bias or all without",
         )
-
-
-def _pack(gate: nn.Linear, up: nn.Linear) -> nn.Linear:
-    packed = nn.utils.skip_init(
-        nn.Linear,
-        up.in_features,
-        2 * up.out_features,
-        bias=up.bias is not None,
-        device=up.weight.device,
-        dtype=up.weight.dtype,
-    )
-    with torch.no_grad():
-        for name, parameter in packed.named_parameters():
-            parameter.copy_(torch.cat([gate.get_parameter(name), up.get_parameter(name)]))
-            parameter.requires_grad_(up.get_parameter(name).requires_grad)
-    return packed
-
-
-def _unpack(packed: nn.Linear) -> tuple[nn.Linear, nn.Linear]:
-    halves = []
-    for part in range(2):
-        half = nn.utils.skip_init(
-            nn.Linear,
-            packed.in_features,
-            packed.out_features // 2,
-            bias=packed.bias is not None,
-            device=packed.weight.device,
-            dtype=packed.weight.dtype,
-        )
-        with torch.no_grad():
-            for name, parameter in half.named_parameters():
-                parameter.copy_(packed.get_parameter(name).chunk(2)[part])
-        halves.append(half)
-    return halves[0], halves[1]

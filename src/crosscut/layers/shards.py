@@ -1,9 +1,14 @@
-"""Tensors and cuts: take a rank's shard of a whole tensor, join the shards again, draw a shard's initial values."""
+"""Tensors and cuts: take a rank's shard of a whole tensor, join the shards again, draw a shard's initial values.
+
+Also several linear layers stored as one and taken apart again, whole, on the way in and out of a packed layer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crosscut.collectives import all_gather, broadcast
 from crosscut.distributed.mesh import Group
@@ -72,3 +77,29 @@ def _block(shape: tuple[int, ...], first: int, bound: float, seed: int) -> Tenso
     generator = torch.Generator().manual_seed((seed * 1_000_003 + first) % 2**63)
     count = min(_BLOCK, shape[0] - first)
     return torch.empty((count, *shape[1:])).uniform_(-bound, bound, generator=generator)
+
+
+def pack(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One linear layer whose output features are those of ``linears`` one after the other; the first decides what is frozen."""
+    packed = _linear_like(linears[0], sum(linear.out_features for linear in linears))
+    with torch.no_grad():
+        for name, parameter in packed.named_parameters():
+            parameter.copy_(torch.cat([linear.get_parameter(name) for linear in linears]))
+            parameter.requires_grad_(linears[0].get_parameter(name).requires_grad)
+    return packed
+
+
+def unpack(packed: nn.Linear, sizes: Sequence[int]) -> list[nn.Linear]:
+    """Inverse of :func:`pack`: linear layers with ``sizes`` output features."""
+    linears = [_linear_like(packed, size) for size in sizes]
+    with torch.no_grad():
+        for name, whole in packed.named_parameters():
+            for linear, values in zip(linears, whole.split(list(sizes)), strict=True):
+                linear.get_parameter(name).copy_(values)
+    return linears
+
+
+def _linear_like(linear: nn.Linear, out_features: int) -> nn.Linear:
+    weight = linear.weight
+    options = {"bias": linear.bias is not None, "device": weight.device, "dtype": weight.dtype}
+    return nn.utils.skip_init(nn.Linear, linear.in_features, out_features, **options)

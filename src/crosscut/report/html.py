@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any
 from crosscut.errors import UsageError
 from crosscut.records import RunRecord
 from crosscut.report import tables
+from crosscut.report.compare import compare_records, comparison_sheet, sentences
 
 if TYPE_CHECKING:
     from crosscut.report.plots import Chart
 
 HERE = Path(__file__).resolve().parent
+MOST_NAMED = 4
+"""Subjects that the title names."""
 
 
 def render(records: Sequence[RunRecord], labels: Sequence[str]) -> str:
@@ -47,6 +50,7 @@ def render(records: Sequence[RunRecord], labels: Sequence[str]) -> str:
     return env.get_template("page.html.j2").render(
         title=title(records),
         sections=[_section(record, label) for record, label in zip(records, labels, strict=True)],
+        comparisons=[_comparison(records, labels, other) for other in range(1, len(records))],
         charts=drawn,
         figures=embed(_figures(drawn)),
         style=(HERE / "page.css").read_text(encoding="utf-8"),
@@ -59,10 +63,12 @@ def title(records: Sequence[RunRecord]) -> str:
     """``'linear, mlp on 2 x NVIDIA H200'``, or the number of records when there are several."""
     if len(records) > 1:
         return f"{len(records)} crosscut records side by side"
-    subjects = list(dict.fromkeys(row.subject for row in records[0].rows))
+    subjects = list(dict.fromkeys(row.subject for row in records[0].rows if row.subject not in ("fit", "crossover", "verdict")))
     layers = [subject for subject in subjects if subject in tables.LAYERS]
     hardware = records[0].hardware
-    return f"{', '.join(layers or subjects) or 'no rows'} on {hardware.count} x {hardware.device}"
+    named = layers or subjects
+    more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    return f"{', '.join(named[:MOST_NAMED]) or 'no rows'}{more} on {hardware.count} x {hardware.device}"
 
 
 def facts(record: RunRecord) -> list[tuple[str, str]]:
@@ -92,8 +98,17 @@ def _section(record: RunRecord, label: str) -> dict[str, Any]:
         "notes": record.notes,
         "facts": facts(record),
         "links": record.hardware.links,
-        "sheets": [*tables.comparison_sheets(record), tables.rows_sheet(record)],
+        "sheets": tables.sheets(record),
         "json": embed(record.to_json()),
+    }
+
+
+def _comparison(records: Sequence[RunRecord], labels: Sequence[str], other: int) -> dict[str, Any]:
+    """What the template shows of the first record (A) next to another one (B)."""
+    comparison = compare_records(records[0], records[other])
+    return {
+        "sentences": sentences(comparison, [labels[0], labels[other]]),
+        "sheets": [comparison_sheet(comparison)] if comparison.matches else [],
     }
 
 
@@ -124,8 +139,7 @@ def write(paths: Sequence[Path], out: Path) -> Path:
         raise UsageError(f"the folder {str(out.parent)!r} does not exist", code="file-missing", fix="create it first")
     if out.is_dir():
         raise UsageError(f"{str(out)!r} is a folder", code="bad-option", fix="give the name of a file")
-    records = [_read(path) for path in paths]
-    page = render(records, _labels(records, paths))
+    page = render(*load(paths))
     try:
         _replace(out, page)
     except OSError as error:
@@ -133,6 +147,12 @@ def write(paths: Sequence[Path], out: Path) -> Path:
             f"{str(out)!r} cannot be written: {error.strerror}", code="bad-option", fix="choose another file with --out"
         ) from None
     return out
+
+
+def load(paths: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
+    """The records in ``paths`` with a label for each. Raises UsageError (``file-missing``, ``file-unreadable``)."""
+    records = [_read(path) for path in paths]
+    return records, _labels(records, paths)
 
 
 def _replace(out: Path, page: str) -> None:

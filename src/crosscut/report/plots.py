@@ -1,168 +1,27 @@
-"""Figures of records. Each kind of chart is one entry of :data:`KINDS`, and draws itself where it finds its data.
+"""Figures of records. Each kind of chart is one entry of ``kinds.KINDS``, and draws itself where it finds its data.
 
 Rows become points (a place on the x axis, a series, a row); points that may share a chart are grouped; each kind draws
-the groups in which it has a value. Colours are those of Okabe and Ito (Color Universal Design, 2008), which people with
-any colour vision can tell apart, and an implementation has the same colour in every chart. Traces of several records
-differ by dash, hatching and symbol as well, so that no chart relies on colour alone. Page colours (text, grid,
-background) are left to page.js, which follows the light or dark theme.
+the groups in which it has a value. Traces of several records differ by dash, hatching and symbol as well as by colour, so
+that no chart relies on colour alone.
 """
 
 from __future__ import annotations
 
-import html
 import math
-import re
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 
+from crosscut.hardware import wire
 from crosscut.records import Row, RunRecord
-from crosscut.report.tables import Axis, Shape, compare, impl_order, number, p50, speedup
-from crosscut.units import ROUNDOFF, SHORT_DTYPES, format_size
-
-PALETTE = ("#0072B2", "#D55E00", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#999999")
-COLORS = {
-    "crosscut": "#0072B2",
-    "textbook": "#D55E00",
-    "nccl": "#E69F00",
-    "dtensor": "#009E73",
-    "gloo": "#CC79A7",
-    "no_comm": "#56B4E9",
-    "single": "#999999",
-    "nccl_symmetric": "#56B4E9",
-    "torch_one_shot": "#009E73",
-    "torch_two_shot": "#CC79A7",
-    "mpi": "#D55E00",
-    "hf_tp_plan": "#009E73",
-}
-DASHES = ("solid", "dash", "dot", "dashdot")
-PATTERNS = ("", "/", "x", ".")
-SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross", "star")
-
-
-class Chart(NamedTuple):
-    """A figure with an id that is unique on the page, a title, and a caption that says how to read it."""
-
-    id: str
-    title: str
-    caption: str
-    figure: go.Figure
-
-
-class Series(NamedTuple):
-    """What one trace shows: an implementation in one record (by its position), on one world."""
-
-    record: int
-    impl: str
-    world: int
-
-
-@dataclass(frozen=True)
-class Point:
-    """One row in its place. ``family`` is 'layer' (x is a shape) or 'size' (x is a number of bytes)."""
-
-    family: str
-    group: tuple[str, ...]
-    dtype: str
-    series: Series
-    x: Shape | int
-    row: Row
-    speedup: float | None = None
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of chart: which points it draws (those with a ``value``), and how. The axis is linear in percent, else log."""
-
-    key: str
-    family: str
-    title: str
-    caption: str
-    axis: str
-    read: Callable[[Point], float | None]
-    bars: bool = False
-    percent: bool = False
-    spread: bool = False
-    reference: Callable[[str], tuple[float, str] | None] = lambda dtype: None
-
-    def value(self, point: Point) -> float | None:
-        """What the chart shows of a point; None when there is nothing, or nothing that a log axis can show."""
-        value = self.read(point)
-        return value if value is not None and (self.percent or value > 0) else None
-
-
-def color(impl: str) -> str:
-    """The colour of an implementation, always the same one."""
-    return COLORS.get(impl) or PALETTE[zlib.crc32(impl.encode()) % len(PALETTE)]
-
-
-def roundoff(dtype: str) -> tuple[float, str] | None:
-    """The unit roundoff of a dtype with its label; None for one that is not known."""
-    name = SHORT_DTYPES.get(dtype, dtype)
-    return (ROUNDOFF[name], f"rounding of {name}") if name in ROUNDOFF else None
-
-
-KINDS = (
-    Kind(
-        "time",
-        "layer",
-        "Time",
-        "Median time of one call, shorter is better; whiskers span the 10th to the 90th percentile. "
-        "no_comm is the local work alone.",
-        "us",
-        lambda point: p50(point.row),
-        bars=True,
-        spread=True,
-    ),
-    Kind(
-        "speedup",
-        "layer",
-        "Speed-up over one device",
-        "Above the line at 1 the split pays; below it one device alone is faster. no_comm is the ceiling of any split.",
-        "times",
-        lambda point: point.speedup,
-        reference=lambda dtype: (1.0, "break-even"),
-    ),
-    Kind(
-        "comm",
-        "layer",
-        "Share of communication",
-        "The part of a call's time that is spent in communication.",
-        "share of time",
-        lambda point: number(point.row.extra.get("comm_share")),
-        bars=True,
-        percent=True,
-    ),
-    Kind(
-        "error",
-        "layer",
-        "Error against float64",
-        "Relative error of the result. A split is as good as one device when its points lie at the same height.",
-        "relative error",
-        lambda point: number(point.row.error),
-        reference=roundoff,
-    ),
-    Kind(
-        "latency",
-        "size",
-        "Latency",
-        "Median time of one call over the size of the whole tensor, lower is better.",
-        "us",
-        lambda point: p50(point.row),
-        spread=True,
-    ),
-    Kind(
-        "busbw",
-        "size",
-        "Bus bandwidth",
-        "Traffic on the busiest link over the size of the whole tensor, higher is better; compare it with the link's rate.",
-        "GB/s",
-        lambda point: number(point.row.busbw_gbps),
-    ),
-)
+from crosscut.report.canvas import DASHES, PATTERNS, SYMBOLS, Chart, color, plain, size_axis, slug
+from crosscut.report.kinds import KINDS, Kind, Mark, Point, Series
+from crosscut.report.maps import map_charts
+from crosscut.report.overlays import band, crossing_marks, fit_line, span, whiskers
+from crosscut.report.sheets import number, p50
+from crosscut.report.summary import DERIVED
+from crosscut.report.tables import Axis, Shape, compare, impl_order, speedup
 
 
 def charts(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
@@ -176,8 +35,8 @@ def charts(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
         for kind in KINDS:
             shown = [point for point in points if kind.value(point) is not None]
             if kind.family == family and shown:
-                drawn.append(_chart(kind, len(drawn) + 1, names, shown, labels))
-    return drawn
+                drawn.append(_chart(kind, len(drawn) + 1, names, shown, labels, records))
+    return drawn + map_charts(records, labels, len(drawn) + 1)
 
 
 def _points(index: int, record: RunRecord) -> Iterator[Point]:
@@ -190,29 +49,107 @@ def _points(index: int, record: RunRecord) -> Iterator[Point]:
             yield Point("layer", group, case.dtype, series, line.shape, row, speedup(row, line))
     for row in record.rows:
         nbytes = number(row.bytes)
-        if nbytes is not None and nbytes > 0:
-            series = Series(index, row.impl, row.world)
-            yield Point("size", (row.subject, row.dtype, row.mode), row.dtype, series, round(nbytes), row)
+        if nbytes is not None and nbytes > 0 and row.subject not in (*DERIVED, "pair"):
+            yield _size_point(index, record, row, round(nbytes))
 
 
-def _chart(kind: Kind, order: int, names: Sequence[str], points: list[Point], labels: Sequence[str]) -> Chart:
+def _size_point(index: int, record: RunRecord, row: Row, nbytes: int) -> Point:
+    extra = row.extra
+    series = Series(index, row.impl, row.world, bool(extra.get("in_place")))
+    link = wire(record.hardware.device, record.hardware.links, row.world) if isinstance(record.hardware.device, str) else None
+    peak = (link.gbps, f"peak of the link, {link.name}") if link is not None and link.gbps else None
+    return Point("size", (row.subject, _redop(row), row.dtype, row.mode), row.dtype, series, nbytes, row, peak=peak)
+
+
+def _redop(row: Row) -> str:
+    """The reduction where it is not the usual one."""
+    given = row.extra.get("redop")
+    return "" if given in (None, "none", "sum") else str(given)
+
+
+def _chart(
+    kind: Kind, order: int, names: Sequence[str], points: list[Point], labels: Sequence[str], records: Sequence[RunRecord]
+) -> Chart:
     axis = Axis(point.x for point in points if isinstance(point.x, tuple))
     figure = go.Figure(layout=_layout(kind, axis, points))
     of_series: dict[Series, dict[Shape | int, Point]] = {}
     for point in points:
         of_series.setdefault(point.series, {}).setdefault(point.x, point)
     impls = impl_order(series.impl for series in of_series)
-    for series in sorted(of_series, key=lambda s: (impls.index(s.impl), s.world, s.record)):
+    ordered = sorted(of_series, key=lambda s: (impls.index(s.impl), s.in_place, s.world, s.record))
+    notes = [kind.caption]
+    for series in ordered:
         placed = sorted(of_series[series].values(), key=lambda point: point.x)
-        figure.add_trace(_trace(kind, series, placed, axis, impls) | _legend(series, of_series, labels))
-    reference = kind.reference(points[0].dtype)
+        legend = _legend(series, of_series, labels)
+        for under in _underlays(kind, series, placed, of_series, _derived("fit", records[series.record], names)):
+            figure.add_trace(under | {"legendgroup": legend["legendgroup"]})
+        figure.add_trace(_trace(kind, series, placed, axis, impls) | legend)
+    if kind.key == "latency":
+        _mark_crossovers(figure, of_series, names, records, labels)
+    reference = _reference(kind, points)
     if reference is not None:
-        _mark(figure, *reference)
+        _mark(figure, points, *reference)
     figure.update_layout(height=_height(figure))
+    drawn = {trace.line.dash for trace in figure.data if trace.type == "scatter" and trace.showlegend is False}
+    notes += ["Dotted: the alpha-beta fit."] if "dot" in drawn else []
+    notes += ["Crosses: where two implementations change places."] if figure.data[-1].name == "crossover" else []
+    notes += [f"Here {axis.fixed}."] if axis.fixed else []
     where = ", ".join(filter(None, names))
-    fixed = f" Here {axis.fixed}." if axis.fixed else ""
-    slug = re.sub(r"[^a-z0-9]+", "-", f"{kind.key} {where} {order}".lower()).strip("-")
-    return Chart(slug, f"{kind.title}: {where}", kind.caption + fixed, figure)
+    return Chart(slug(f"{kind.key} {where} {order}"), f"{kind.title}: {where}", " ".join(notes), figure)
+
+
+def _reference(kind: Kind, points: list[Point]) -> Mark | None:
+    """What the chart marks with a line: what is the same for all its points."""
+    marks = {kind.reference(point) for point in points}
+    return marks.pop() if len(marks) == 1 else None
+
+
+def _derived(subject: str, record: RunRecord, names: Sequence[str]) -> list[Row]:
+    """The record's fits or crossovers that belong to a chart of (op, redop, dtype, mode)."""
+    wanted = tuple(names)
+    return [
+        row
+        for row in record.rows
+        if row.subject == subject and (row.extra.get("op"), _redop(row), row.dtype, row.mode) == wanted
+    ]
+
+
+def _underlays(
+    kind: Kind, series: Series, points: list[Point], shown: dict[Series, Any], fits: list[Row]
+) -> Iterator[dict[str, Any]]:
+    """The span and the fits of one curve; of the out-of-place calls alone where both were measured."""
+    if series.in_place and series._replace(in_place=False) in shown:
+        return
+    rows = [(point.x, kind.value(point) or 0.0, point.row) for point in points if isinstance(point.x, int)]
+    if kind.spread and len(rows) > 1:
+        yield band(series.impl, rows)
+    if kind.fitted is None:
+        return
+    show, row = kind.fitted, points[0].row
+    for fit in fits:
+        if (fit.impl, fit.world) == (series.impl, series.world):
+            line = fit_line(series.impl, fit, lambda size, us: show(row, size, us))
+            if line is not None:
+                yield line
+
+
+def _mark_crossovers(
+    figure: go.Figure,
+    shown: dict[Series, dict[Shape | int, Point]],
+    names: Sequence[str],
+    records: Sequence[RunRecord],
+    labels: Sequence[str],
+) -> None:
+    for i, record in enumerate(records):
+        for world in sorted({series.world for series in shown if series.record == i}):
+            curves = {
+                series.impl: sorted((x, us) for x, point in placed.items() if isinstance(x, int) and (us := p50(point.row)))
+                for series, placed in sorted(shown.items(), key=lambda item: not item[0].in_place)
+                if (series.record, series.world) == (i, world)
+            }
+            marks = crossing_marks([row for row in _derived("crossover", record, names) if row.world == world], curves)
+            if marks is not None:
+                figure.add_trace(marks | ({"legendgroup": str(i)} if len(labels) > 1 else {}))
 
 
 def _trace(kind: Kind, series: Series, points: list[Point], axis: Axis, impls: list[str]) -> dict[str, Any]:
@@ -222,49 +159,36 @@ def _trace(kind: Kind, series: Series, points: list[Point], axis: Axis, impls: l
     trace: dict[str, Any] = {
         "x": [point.x if isinstance(point.x, int) else axis.label(point.x) for point in points],
         "y": values,
-        "customdata": [_plain(point.row.path or "") for point in points],
+        "customdata": [plain(point.row.path or "") for point in points],
         "hovertemplate": f"%{{fullData.name}}<br>%{{x}}: %{{y:{'.0%' if kind.percent else '.3g'}}}{unit}<br>%{{customdata}}"
         "<extra></extra>",
     }
-    if kind.spread:
-        trace["error_y"] = _whiskers(points)
+    if kind.spread and (kind.bars or len(points) == 1):
+        trace["error_y"] = whiskers([point.row for point in points])
     if kind.bars:
         pattern = {"shape": PATTERNS[series.record % len(PATTERNS)], "fgcolor": fill, "fillmode": "replace"}
         return trace | {"type": "bar", "marker": {"color": fill, "pattern": pattern, "line": {"color": fill, "width": 1}}}
-    symbol = SYMBOLS[impls.index(series.impl) % len(SYMBOLS)]
+    symbol = SYMBOLS[impls.index(series.impl) % len(SYMBOLS)] + ("-open" if series.in_place else "")
     line = {"color": fill, "width": 2, "dash": DASHES[series.record % len(DASHES)]}
     marker = {"color": fill, "symbol": symbol, "size": 8}
     return trace | {"type": "scatter", "mode": "lines+markers", "line": line, "marker": marker}
 
 
-def _whiskers(points: list[Point]) -> dict[str, Any]:
-    """Error bars from p10 to p90 around the median."""
-    spans = [_span(point) for point in points]
-    sides = {"arrayminus": [below for below, _ in spans], "array": [above for _, above in spans]}
-    return {"type": "data", "symmetric": False, "width": 2, "thickness": 1, **sides}
-
-
-def _span(point: Point) -> tuple[float, float]:
-    """How far p10 lies below and p90 above the median; nothing when one of them is missing or out of order."""
-    low, middle, high = (number(getattr(point.row.us, name, None)) for name in ("p10", "p50", "p90"))
-    if low is None or middle is None or high is None or not 0 < low <= middle <= high:
-        return 0.0, 0.0
-    return middle - low, high - middle
-
-
 def _legend(series: Series, shown: dict[Series, Any], labels: Sequence[str]) -> dict[str, Any]:
-    """The trace's name in the legend, under its record's label when there are several records."""
+    """The trace's name in the legend, under its record's label when there are several records, and the group that a click
+    on it hides: the curve with its span and fits, or the whole record.
+    """
     split_worlds = {other.world for other in shown if other.impl != "single"}
-    name = f"{series.impl}, world {series.world}" if len(split_worlds) > 1 else series.impl
+    places = {other.in_place for other in shown}
+    parts = [
+        series.impl,
+        f"world {series.world}" if len(split_worlds) > 1 else "",
+        "in place" if series.in_place and len(places) > 1 else "",
+    ]
+    name = plain(", ".join(filter(None, parts)))
     if len(labels) < 2:
-        return {"name": _plain(name)}
-    title = {"text": _plain(labels[series.record])}
-    return {"name": _plain(name), "legendgroup": str(series.record), "legendgrouptitle": title}
-
-
-def _plain(text: object) -> str:
-    """Text that plotly shows as it is, instead of reading tags in it."""
-    return html.escape(str(text), quote=False)
+        return {"name": name, "legendgroup": name}
+    return {"name": name, "legendgroup": str(series.record), "legendgrouptitle": {"text": plain(labels[series.record])}}
 
 
 def _layout(kind: Kind, axis: Axis, points: list[Point]) -> dict[str, Any]:
@@ -274,15 +198,20 @@ def _layout(kind: Kind, axis: Axis, points: list[Point]) -> dict[str, Any]:
         "barmode": "group",
         "margin": {"l": 56, "r": 12, "t": 12, "b": 40},
         "legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom", "maxheight": 2000},
-        "xaxis": _size_axis(points) if points[0].family == "size" else _shape_axis(axis, points),
+        "xaxis": size_axis(_sizes(points)) if points[0].family == "size" else _shape_axis(axis, points),
         "yaxis": {"title": {"text": kind.axis}, "automargin": True, **y},
     }
 
 
+def _sizes(points: list[Point]) -> list[int]:
+    return [point.x for point in points if isinstance(point.x, int)]
+
+
 def _height(figure: go.Figure) -> int:
     """Pixels: enough for the legend of several records, which lists the traces of each below its label."""
-    grouped = {trace.legendgroup for trace in figure.data if trace.legendgroup}
-    return 400 + (22 * (len(figure.data) + len(grouped)) if grouped else 0)
+    titled = {trace.legendgroup for trace in figure.data if trace.legendgrouptitle.text}
+    named = [trace for trace in figure.data if trace.showlegend is not False]
+    return 400 + (22 * (len(named) + len(titled)) if titled else 0)
 
 
 def _log_axis(kind: Kind, points: list[Point]) -> dict[str, Any]:
@@ -290,9 +219,11 @@ def _log_axis(kind: Kind, points: list[Point]) -> dict[str, Any]:
     values = [value for value in map(kind.value, points) if value is not None]
     if kind.spread:
         values += [
-            edge for value, (down, up) in zip(values, map(_span, points), strict=True) for edge in (value - down, value + up)
+            edge
+            for value, point in zip(values, points, strict=True)
+            for edge in (value - span(point.row)[0], value + span(point.row)[1])
         ]
-    reference = kind.reference(points[0].dtype)
+    reference = _reference(kind, points)
     values += [] if reference is None else [reference[0]]
     low, high = min(values) / 1.1, max(values) * 1.1
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -312,29 +243,18 @@ def _shape_axis(axis: Axis, points: list[Point]) -> dict[str, Any]:
         "type": "category",
         "categoryorder": "array",
         "categoryarray": names,
-        "title": {"text": _plain(axis.name)},
+        "title": {"text": plain(axis.name)},
         "automargin": True,
     }
 
 
-def _size_axis(points: list[Point]) -> dict[str, Any]:
-    """A log axis of bytes with at most eight of the measured sizes as ticks."""
-    sizes = sorted({point.x for point in points if isinstance(point.x, int)})
-    ticks = sizes[:: -(-len(sizes) // 8)]
-    return {
-        "type": "log",
-        "tickvals": ticks,
-        "ticktext": [format_size(size) for size in ticks],
-        "title": {"text": "size"},
-        "automargin": True,
-    }
-
-
-def _mark(figure: go.Figure, value: float, text: str) -> None:
-    """A dashed horizontal line at ``value`` across all shapes, named in the legend."""
-    names = list(figure.layout.xaxis.categoryarray)
+def _mark(figure: go.Figure, points: list[Point], value: float, text: str) -> None:
+    """A dashed horizontal line at ``value`` across all sizes or shapes, named in the legend."""
+    sizes = _sizes(points)
+    places = [min(sizes), max(sizes)] if sizes else list(figure.layout.xaxis.categoryarray)
     line = {"color": "#888888", "width": 2, "dash": "longdash"}
+    name = f"{plain(text)} ({value:.0f})" if value >= 10 else f"{plain(text)} ({value:.2g})"
     figure.add_trace(
-        {"type": "scatter", "mode": "lines", "name": f"{text} ({value:.2g})", "x": names, "y": [value] * len(names)}
+        {"type": "scatter", "mode": "lines", "name": name, "x": places, "y": [value] * len(places)}
         | {"line": line, "hoverinfo": "skip"}
     )

@@ -1,35 +1,52 @@
 """A record as tables: plain sheets of cells, which a terminal (:func:`table`) and the web page (``html``) both show.
 
 A layer benchmark is compared line by line: one line for each shape, one column for each implementation, and under each
-time its speed-up over one device. Any other record is listed row by row. Records come from other machines and older
-versions, so a missing or odd value is shown as it is and never stops a report.
+time its speed-up over one device. Any other record is listed row by row. What was concluded from rows (fits, crossovers,
+verdicts) has tables of its own in ``summary``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from crosscut.records import Row, RunRecord
-from crosscut.units import format_size
+from crosscut.report.sheets import (
+    MISSING,
+    Cell,
+    Column,
+    Sheet,
+    cell,
+    drawn,
+    nbytes,
+    number,
+    p50,
+    power,
+    sheet_of,
+    short,
+    without_empty,
+    words,
+)
+from crosscut.report.summary import DERIVED, summary_sheets
 
 LAYERS = ("linear", "mlp", "block")
 """Subjects that are compared with the same layer on one device."""
 IMPLS = ("single", "textbook", "nccl", "gloo", "mpi", "dtensor", "crosscut", "no_comm")
 """The usual implementations in the order in which tables and charts show them; others follow."""
-MISSING = "-"
 COMPARED = (
     "Median time in us, below it the speed-up over one device; no_comm is the local work alone, the ceiling of any "
     "split. error (relative, against float64) and comm (share of the time) are crosscut's, GB/s the collective's busbw."
 )
-LISTED = "Times in us, sizes of the whole tensor, algbw and busbw in GB/s, error relative against float64."
+LISTED = (
+    "Times in us, sizes of the whole tensor, algbw, busbw and wire (what one port carried) in GB/s, error relative against "
+    "float64, wrong the number of elements that differ."
+)
+PAIRED = "Two ranks at a time: one sends to the other, or both send at once (and). Times in us, algbw in GB/s."
 
 Shape = tuple[tuple[str, int], ...]
 
@@ -57,46 +74,6 @@ class Line:
     case: Case
     shape: Shape
     rows: dict[str, Row]
-
-
-class Cell(NamedTuple):
-    """``text`` for people, ``value`` to sort by (None sorts last), ``below`` a second line in smaller type."""
-
-    text: str
-    value: float | str | None = None
-    below: str = ""
-
-
-class Column(NamedTuple):
-    """A heading; ``numeric`` columns are aligned to the right."""
-
-    name: str
-    numeric: bool = True
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table as plain data, with a caption that explains it. Every row holds one cell for each column."""
-
-    title: str
-    caption: str
-    columns: list[Column]
-    rows: list[list[Cell]]
-
-
-def number(value: Any) -> float | None:
-    """``value`` as a finite float, None when it is missing, not a number, or not finite."""
-    try:
-        result = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return result if math.isfinite(result) else None
-
-
-def p50(row: Row | None) -> float | None:
-    """The median time in microseconds, None when there is none (or none above zero, which no clock can read)."""
-    value = number(row.us.p50) if row is not None and row.us is not None else None
-    return value if value is not None and value > 0 else None
 
 
 def speedup(row: Row, line: Line) -> float | None:
@@ -185,10 +162,10 @@ def _comparison(case: Case, lines: list[Line], rows: list[Row]) -> Sheet:
     body = [
         [Cell(axis.label(line.shape), number(math.prod(size for _, size in line.shape)))]
         + [_time(line, impl) for impl in impls]
-        + [*_crosscut_cells(line), _cell(_collective_rate(line, rows), short)]
+        + [*_crosscut_cells(line), cell(_collective_rate(line, rows), short)]
         for line in lines
     ]
-    return _without_empty(Sheet(", ".join(filter(None, (case.title, axis.fixed))), COMPARED, columns, body))
+    return without_empty(Sheet(", ".join(filter(None, (case.title, axis.fixed))), COMPARED, columns, body))
 
 
 def _time(line: Line, impl: str) -> Cell:
@@ -203,7 +180,7 @@ def _crosscut_cells(line: Line) -> list[Cell]:
     row = line.rows.get("crosscut")
     if row is None:
         return [Cell(MISSING), Cell(MISSING)]
-    return [_cell(row.error, _power), _cell(row.extra.get("comm_share"), "{:.0%}".format)]
+    return [cell(row.error, power), cell(row.extra.get("comm_share"), "{:.0%}".format)]
 
 
 def _collective_rate(line: Line, rows: list[Row]) -> float | None:
@@ -218,85 +195,75 @@ def _collective_rate(line: Line, rows: list[Row]) -> float | None:
     return max(rates.get(True) or rates.get(False) or [], default=None)
 
 
-def short(value: float) -> str:
-    """A time or a rate in at most three digits, without an exponent: ``'0.25'``, ``'18.8'``, ``'1234'``, ``'<0.01'``."""
-    if 0 < value < 0.005:
-        return "<0.01"
-    return f"{value:.2f}" if abs(value) < 1 else f"{value:.3g}" if abs(value) < 99.95 else f"{value:.0f}"
-
-
-def _power(value: float) -> str:
-    """An error with two digits: ``'2.1e-3'``."""
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
-
-
-def _cell(value: Any, style: Callable[[float], str]) -> Cell:
-    """A number in ``style``, or what was recorded in its place ('inf')."""
-    finite = number(value)
-    if finite is None:
-        return Cell(MISSING if value is None else str(value))
-    return Cell(style(finite), finite)
-
-
-def _words(value: Any) -> Cell:
-    return Cell(MISSING) if value in (None, "") else Cell(str(value), str(value))
-
-
 def _size(row: Row) -> Cell:
     if row.bytes is not None and number(row.bytes) is not None:
-        return Cell(format_size(row.bytes), float(row.bytes))
+        return nbytes(row.bytes)
     shape = row.shape or {}
     work = number(math.prod(shape.values())) if shape else None
     return Cell(", ".join(f"{name} {size}" for name, size in shape.items()) or MISSING, work)
 
 
 def _percentile(name: str) -> Callable[[Row], Cell]:
-    return lambda row: _cell(getattr(row.us, name, None), short)
+    return lambda row: cell(getattr(row.us, name, None), short)
+
+
+def _extra(name: str) -> Callable[[Row], Cell]:
+    return lambda row: words(row.extra.get(name))
+
+
+def _in_place(row: Row) -> Cell:
+    """Where a collective puts its result: ``'in'`` or ``'out'`` of place."""
+    given = row.extra.get("in_place")
+    return Cell(MISSING) if given is None else words("in" if given else "out")
+
+
+def _pair(row: Row) -> Cell:
+    """``'0 to 1'``, or both ways at once ``'0 and 1'``."""
+    src, dst = row.extra.get("src"), row.extra.get("dst")
+    word = "and" if row.extra.get("direction") == "bi" else "to"
+    return Cell(MISSING) if src is None or dst is None else words(f"{src} {word} {dst}")
 
 
 COLUMNS: dict[Column, Callable[[Row], Cell]] = {
-    Column("subject", False): lambda row: _words(row.subject),
-    Column("impl", False): lambda row: _words(row.impl),
-    Column("split", False): lambda row: _words(row.extra.get("split")),
-    Column("mode", False): lambda row: _words(row.mode),
-    Column("world"): lambda row: _cell(row.world, short),
-    Column("dtype", False): lambda row: _words(row.dtype),
+    Column("subject", False): lambda row: words(row.subject),
+    Column("impl", False): lambda row: words(row.impl),
+    **{Column(name, False): _extra(name) for name in ("split", "op", "redop")},
+    Column("place", False): _in_place,
+    Column("pair", False): _pair,
+    Column("mode", False): lambda row: words(row.mode),
+    Column("world"): lambda row: cell(row.world, short),
+    Column("dtype", False): lambda row: words(row.dtype),
     Column("size", False): _size,
     **{Column(name): _percentile(name) for name in ("p10", "p50", "p90", "p99")},
-    Column("algbw"): lambda row: _cell(row.algbw_gbps, short),
-    Column("busbw"): lambda row: _cell(row.busbw_gbps, short),
-    Column("error"): lambda row: _cell(row.error, _power),
-    Column("path", False): lambda row: _words(row.path),
-    Column("note", False): lambda row: _words(row.note),
+    Column("algbw"): lambda row: cell(row.algbw_gbps, short),
+    Column("busbw"): lambda row: cell(row.busbw_gbps, short),
+    Column("wire"): lambda row: cell(row.extra.get("wire_gbps"), short),
+    Column("wrong"): lambda row: cell(row.extra.get("wrong"), short),
+    Column("error"): lambda row: cell(row.error, power),
+    Column("path", False): lambda row: words(row.path),
+    Column("note", False): lambda row: words(row.note),
 }
-HOISTED = ("subject", "mode", "world", "dtype", "split")
+HOISTED = ("subject", "mode", "world", "dtype", "split", "redop", "place")
 
 
 def rows_sheet(record: RunRecord) -> Sheet:
-    """Every row of a record: times in us, algbw and busbw in GB/s.
+    """Every measured row of a record: times in us; algbw, busbw and wire in GB/s. Pairs have a sheet of their own.
 
     Empty columns are left out, and what all of several rows share (mode, world, dtype, ...) moves into the title.
     """
-    sheet = Sheet("", LISTED, list(COLUMNS), [[make(row) for make in COLUMNS.values()] for row in record.rows])
-    sheet = _without_empty(sheet)
-    shared = [i for i, column in enumerate(sheet.columns) if column.name in HOISTED and _shared(sheet, i)]
-    facts = [f"{sheet.columns[i].name} {sheet.rows[0][i].text}" for i in shared]
-    return replace(_keep(sheet, lambda i: i not in shared), title=", ".join(["All rows", *facts]))
+    rows = [row for row in record.rows if row.subject not in (*DERIVED, "pair")]
+    return sheet_of("All rows", LISTED, COLUMNS, rows, HOISTED)
 
 
-def _shared(sheet: Sheet, i: int) -> bool:
-    return len(sheet.rows) > 1 and len({row[i] for row in sheet.rows}) == 1
+def pairs_sheet(record: RunRecord) -> Sheet:
+    """The rows of a pair matrix: what each two ranks reached alone."""
+    return sheet_of("Pairs", PAIRED, COLUMNS, [row for row in record.rows if row.subject == "pair"], HOISTED)
 
 
-def _without_empty(sheet: Sheet) -> Sheet:
-    return _keep(sheet, lambda i: any(row[i].text != MISSING for row in sheet.rows))
-
-
-def _keep(sheet: Sheet, wanted: Callable[[int], bool]) -> Sheet:
-    kept = [i for i in range(len(sheet.columns)) if wanted(i)]
-    rows = [[row[i] for i in kept] for row in sheet.rows]
-    return replace(sheet, columns=[sheet.columns[i] for i in kept], rows=rows)
+def sheets(record: RunRecord) -> list[Sheet]:
+    """All tables of a record that hold something: comparisons, conclusions, pairs, and last every row."""
+    found = [*comparison_sheets(record), *summary_sheets(record.rows), pairs_sheet(record), rows_sheet(record)]
+    return [sheet for sheet in found if sheet.rows]
 
 
 def label(record: RunRecord) -> str:
@@ -306,26 +273,13 @@ def label(record: RunRecord) -> str:
 
 
 def table(record: RunRecord) -> RenderableType:
-    """The record for a terminal of 100 columns: comparison sheets of a layer benchmark, else every row; then the notes."""
-    sheets = comparison_sheets(record) or [rows_sheet(record)]
-    parts: list[RenderableType] = [part for sheet in sheets for part in (Text(sheet.title, style="bold"), _rich(sheet), Text())]
-    captions = dict.fromkeys(sheet.caption for sheet in sheets)
-    return Group(*parts, *(Text(caption, style="dim") for caption in captions), *map(Text, record.notes))
+    """The record for a terminal of 100 columns: comparisons of a layer benchmark, else every row; conclusions; the notes."""
+    measured = comparison_sheets(record) or [rows_sheet(record), pairs_sheet(record)]
+    return printed([*(sheet for sheet in measured if sheet.rows), *summary_sheets(record.rows)], record.notes)
 
 
-def _rich(sheet: Sheet) -> Table:
-    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for column in sheet.columns:
-        shown.add_column(Text(column.name), justify="right" if column.numeric else "left", overflow="fold")
-    for row in sheet.rows:
-        shown.add_row(*map(_rich_cell, row))
-    return shown
-
-
-def _rich_cell(cell: Cell) -> Text:
-    text = Text(cell.text)
-    if cell.below:
-        gain = number(cell.below.rstrip("x"))
-        style = "dim" if gain is None else "green" if gain > 1 else "red"
-        text.append(f"\n{'' if cell.below == MISSING else cell.below}", style=style)
-    return text
+def printed(shown: list[Sheet], notes: Iterable[str]) -> RenderableType:
+    """Sheets one below the other, then each of their captions once, then sentences."""
+    parts: list[RenderableType] = [part for sheet in shown for part in (Text(sheet.title, style="bold"), drawn(sheet), Text())]
+    captions = dict.fromkeys(sheet.caption for sheet in shown)
+    return Group(*parts, *(Text(caption, style="dim") for caption in captions), *map(Text, notes))

@@ -51,21 +51,27 @@ class Cut:
         """The parts of the cut dim that are dealt to the ranks one by one; one part unless packed."""
         return (length,)
 
+    def runs(self, length: int, tp: int, rank: int) -> list[slice]:
+        """Which elements of the cut dim, ``length`` long, rank ``rank`` of ``tp`` holds: contiguous runs, in stored order."""
+        runs: list[slice] = []
+        start = 0
+        for part in self.parts(length):
+            mine = shard_range(part, tp, rank)
+            runs.append(slice(start + mine.start, start + mine.stop))
+            start += part
+        return runs
+
     def pieces(self, shape: Sequence[int], tp: int, rank: int) -> list[Piece]:
         """The runs that rank ``rank`` of ``tp`` holds of a parameter of ``shape``, in the order in which it stores them.
 
         Raises UsageError (``bad-size``) when the parameter does not have the cut dim or the parts do not add up.
         """
-        length = self._length(shape)
         pieces: list[Piece] = []
-        part_start = local_start = 0
-        for part in self.parts(length):
-            mine = shard_range(part, tp, rank)
-            count = mine.stop - mine.start
-            full = slice(part_start + mine.start, part_start + mine.stop)
-            pieces.append(Piece(full, slice(local_start, local_start + count)))
-            part_start += part
-            local_start += count
+        start = 0
+        for run in self.runs(self._length(shape), tp, rank):
+            count = run.stop - run.start
+            pieces.append(Piece(run, slice(start, start + count)))
+            start += count
         return pieces
 
     def shard_shape(self, shape: Sequence[int], tp: int, rank: int) -> tuple[int, ...]:
