@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -21,6 +22,25 @@ PREFIX = "CROSSCUT_"
 def quiet_torch() -> None:
     """Keep torch's C++ warnings off the user's screen unless the user set a level; call it before torch is imported."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+@contextmanager
+def exported(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables (None: unset them) for what is started inside the block, and put back what was there before."""
+    before = {name: os.environ.get(name) for name in values}
+    _export(values)
+    try:
+        yield
+    finally:
+        _export(before)
+
+
+def _export(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def cache_folder() -> Path:

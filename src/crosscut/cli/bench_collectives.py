@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from crosscut.cli.ranks import Backend, Device, Json, Out, Tp, deliver, run_on_ranks
+from crosscut.env import settings
 from crosscut.errors import MismatchError, UsageError, choose
+from crosscut.records import check_target
 from crosscut.units import SHORT_DTYPES, format_size, parse_size
 
 if TYPE_CHECKING:
     from crosscut.records import Row, RunRecord
 
-IMPLS = ("nccl", "nccl_symmetric", "torch_one_shot", "torch_two_shot", "crosscut", "gloo")
+IMPLS = ("nccl", "nccl_symmetric", "torch_one_shot", "torch_two_shot", "crosscut", "gloo", "mpi")
 OPS = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
     "all_to_all_uneven", "send_recv", "barrier",
@@ -54,6 +56,17 @@ Pairs = Annotated[bool, typer.Option("--pairs", help="Also every pair of ranks: 
 Cold = Annotated[bool, typer.Option("--cold", help="Push buffers out of the cache before each sample.")]
 Seconds = Annotated[float, typer.Option("--seconds", min=0.001, help="How long each case is sampled.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=1 << 20, help="Seed of the inputs.")]
+Algo = Annotated[str, _option("--algo", help="Also NCCL with this algorithm forced: ring, tree, ...", metavar="NAME,...")]
+Proto = Annotated[str, _option("--proto", help="Also NCCL with this protocol: simple, ll, ll128.", metavar="NAME,...")]
+Link = Annotated[str, _option("--link", help="Also NCCL over a worse link: nvlink, shm, socket.", metavar="NAME,...")]
+Simulate = Annotated[
+    str,
+    _option(
+        "--simulate", help="Run ring, tree, one-shot or two-shot by hand on CPU ranks, and show each step.", metavar="NAME"
+    ),
+]
+World = Annotated[int | None, _option("--world", help="With --simulate: how many ranks; else --tp.", metavar="N")]
+Bytes = Annotated[str, _option("--bytes", help="With --simulate: the size (1M).", metavar="SIZE")]
 Csv = Annotated[Path | None, _option("--csv", help="Also write the rows to this file, with commas.", metavar="FILE")]
 
 
@@ -74,6 +87,12 @@ def collectives(
     cold: Cold = False,
     seconds: Seconds = 0.05,
     seed: Seed = 0,
+    algo: Algo = "",
+    proto: Proto = "",
+    link: Link = "",
+    simulate: Simulate = "",
+    world: World = None,
+    size: Bytes = "1M",
     backend: Backend = "auto",
     device: Device = "auto",
     json: Json = False,
@@ -84,7 +103,12 @@ def collectives(
 
     Columns are nccl-tests': sizes of the whole tensor, time in us, algbw and busbw in GB/s (1e9), elements that differ.
     """
-    asked = {
+    if simulate:
+        from crosscut.cli.bench_simulate import simulate as run_by_hand
+
+        run_by_hand(simulate, op or "all_reduce", tp if world is None else world, size, json, out)
+        return
+    asked: dict[str, Any] = {
         "ops": names("collective", op, OPS),
         "redops": REDOPS if redop == "all" else names("reduction", redop, REDOPS) or ("sum",),
         "dtype": read_dtype(dtype),
@@ -101,10 +125,10 @@ def collectives(
         raise UsageError(
             f"--csv {str(csv_file)!r} cannot be written", code="file-missing", fix="name a file in a folder that exists"
         )
-    from crosscut.bench.collectives import CollectivesConfig, run
-
-    config = CollectivesConfig(tp, root=root, pairs=pairs, cold=cold, seconds=seconds, seed=seed, **asked)  # type: ignore[arg-type]
-    record = run_on_ranks(run, config, tp, backend, device)
+    common = {"root": root, "seconds": seconds, "seed": seed}
+    record = _measured(tp, asked, common | {"pairs": pairs, "cold": cold}, (algo, proto, link), backend, device, out)
+    if "mpi" in asked["impls"]:
+        record = _with_mpi(tp, asked, common, record)
     if record is None:
         return
     show(record, json, csv_file, out)
@@ -114,6 +138,50 @@ def collectives(
             code="result-differs",
             fix="run it again; if it stays, the link, the driver or the library is broken: please report the record (--json)",
         )
+
+
+def _measured(
+    tp: int,
+    asked: dict[str, Any],
+    more: dict[str, Any],
+    forced: tuple[str, str, str],
+    backend: str,
+    device: str,
+    out: Path | None,
+) -> RunRecord | None:
+    """The record of everything that crosscut's own ranks measure; None where nothing but MPI was asked for."""
+    from crosscut.bench import nccl_forced
+    from crosscut.bench.collectives import CollectivesConfig, run
+
+    if out is not None:
+        check_target(out)
+    if asked["impls"] == ("mpi",):
+        return None
+    impls = tuple(name for name in asked["impls"] if name != "mpi")
+    config = CollectivesConfig(tp, **(asked | more | {"impls": impls}))
+    choices = nccl_forced.parse_choices(*forced)
+    if not choices:
+        return run_on_ranks(run, config, tp, backend, device)
+    nccl_forced.need_nccl(tp, backend, device)
+    return nccl_forced.run(config, choices, lambda c: run_on_ranks(run, c, tp, "nccl", "cuda"))
+
+
+def _with_mpi(tp: int, asked: dict[str, Any], common: dict[str, Any], record: RunRecord | None) -> RunRecord | None:
+    """``record`` with MPI's rows, in a world of its own."""
+    from crosscut.bench import mpi
+    from crosscut.bench.collectives import CPU_SIZES
+
+    config = mpi.MpiConfig(
+        tp,
+        ops=asked["ops"] or OPS,
+        sizes=asked["sizes"] or CPU_SIZES,
+        dtypes=("float32" if asked["dtype"] == "auto" else asked["dtype"],),
+        redops=asked["redops"],
+        in_place=tuple(place == "in" for place in asked["places"]),
+        timeout=settings().timeout,
+        **common,
+    )
+    return mpi.run(config, record)
 
 
 def show(record: RunRecord, json: bool, csv_file: Path | None, out: Path | None) -> None:
@@ -208,10 +276,11 @@ HEAD = (
 
 def lines(record: RunRecord) -> Iterator[str]:
     """The record for a terminal of 100 columns: a table for each collective, implementation and mode; pairs, fits, notes."""
-    tables: dict[tuple[str, str, str], dict[tuple[Any, ...], dict[bool, Row]]] = {}
+    tables: dict[tuple[str, ...], dict[tuple[Any, ...], dict[bool, Row]]] = {}
     for row in record.rows:
         if row.us is not None and "in_place" in row.extra:
-            table = tables.setdefault((row.subject, row.impl, row.mode), {})
+            impl = " ".join(filter(None, (row.impl, row.extra.get("forced"))))
+            table = tables.setdefault((row.subject, impl, row.mode), {})
             table.setdefault((row.extra.get("redop"), row.bytes), {})[row.extra["in_place"]] = row
     for (op, impl, mode), sets in tables.items():
         yield f"# {op}, {impl}, {mode}, {record.config['tp']} ranks"
