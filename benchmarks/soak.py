@@ -4,16 +4,20 @@ Two groups share the ranks' streams. Each rank replays its own CUDA graphs, with
 in between; inputs change with every call, on the GPU, so that data of an earlier call shows as an error. Every element
 of every output is compared on the GPU.
 
-Run: PYTHONPATH=src CUDA_DEVICE_MAX_CONNECTIONS=32 python benchmarks/soak.py --calls 1000000 --out benchmarks/results/FILE.json
+Run: PYTHONPATH=src python benchmarks/soak.py --calls 1000000 --out benchmarks/results/FILE.json
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random as dice
 import sys
 import time
 from pathlib import Path
+
+os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # loading code waits for running kernels, and these wait for each other
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
 
 import torch
 from torch import Tensor
