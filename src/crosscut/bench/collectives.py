@@ -20,6 +20,7 @@ from crosscut.bench.backends import Implementation, all_agree, build, first_line
 from crosscut.bench.collective_cases import CASES, Case, Place
 from crosscut.bench.collective_timing import Measured, Problem
 from crosscut.bench.context import hardware, versions
+from crosscut.bench.extend import all_exact
 from crosscut.bench.fit import summarise
 from crosscut.bench.timing import Sampling
 from crosscut.bench.verdict import noisy
@@ -135,10 +136,14 @@ def run(ctx: RankContext, config: CollectivesConfig, cases: Mapping[str, Case] =
         impl.close()
     skipped = [f"{name} did not run {_list(what)}: {why.rstrip('.')}." for (name, why), what in bench.left_out.items()]
     if not rows:
-        raise UsageError(f"nothing could be measured. {' '.join(skipped)}", code="bad-option", fix="ask for something else")
+        raise UsageError(
+            f"nothing could be measured. {' '.join(skipped)}",
+            code="bad-option",
+            fix=f"choose another --dtype, --redop or --mode, or --impl {ctx.backend}",
+        )
     where = hardware(mesh)
     found = summarise(rows, where.device, where.links)
-    wrong = _wrong(rows)
+    wrong, disturbed = _wrong(rows), noisy(rows)
     return RunRecord(
         command="bench collectives",
         config=asdict(config) | {"backend": ctx.backend, "correct": not wrong},
@@ -148,10 +153,9 @@ def run(ctx: RankContext, config: CollectivesConfig, cases: Mapping[str, Case] =
         commit=source_commit(),
         started=started,
         notes=[
-            *(str(row.extra["text"]) for row in found if row.subject == "verdict"),
-            *(wrong or [_right(rows)]),
+            *([disturbed] if disturbed else (str(row.extra["text"]) for row in found if row.subject == "verdict")),
+            *(wrong or [all_exact(rows)]),
             *slow_ranks(rows),
-            *filter(None, [noisy(rows)]),
             *clocks.notes(before, clocks.read(ctx.device), group),
             *skipped,
         ],
@@ -336,11 +340,6 @@ def _wrong(rows: Sequence[Row]) -> list[str]:
                 f"{first['got']:g} instead of {first['expected']:g}."
             )
     return found
-
-
-def _right(rows: Sequence[Row]) -> str:
-    checked = sum(row.error is not None for row in rows)
-    return f"All {checked} results are exact, element by element, in calls that were timed."
 
 
 def slow_ranks(rows: Sequence[Row]) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from crosscut.bench.fit import summarise
+from crosscut.bench.verdict import noisy
 from crosscut.records import Row, RunRecord
 from crosscut.units import format_size
 
@@ -25,19 +26,29 @@ def measured(record: RunRecord) -> list[Row]:
 def extend(record: RunRecord, rows: Sequence[Row], notes: Sequence[str]) -> RunRecord:
     """``record`` with ``rows`` and ``notes`` after its own, all that is derived made anew, and wrong rows named in notes.
 
-    Old verdicts' sentences give way to the new ones, which may see a faster implementation.
+    Old sentences on verdicts, exactness and noise give way to new ones, which see all rows.
     """
     everything = [*measured(record), *rows]
     derived = summarise(everything, record.hardware.device, record.hardware.links)
-    before = {str(row.extra["text"]) for row in record.rows if row.subject == "verdict"}
-    verdicts = [str(row.extra["text"]) for row in derived if row.subject == "verdict"]
+    told = measured(record)
+    before = {str(row.extra["text"]) for row in record.rows if row.subject == "verdict"} | {noisy(told), all_exact(told)}
+    disturbed = noisy(everything)
+    verdicts = [disturbed] if disturbed else [str(row.extra["text"]) for row in derived if row.subject == "verdict"]
     wrong = [wrong_sentence(row) for row in rows if row.extra.get("wrong")]
+    correct = bool(record.config.get("correct", True)) and not wrong
+    exact = [all_exact(everything)] if correct and everything else []
     return replace(
         record,
-        config=record.config | {"correct": bool(record.config.get("correct", True)) and not wrong},
+        config=record.config | {"correct": correct},
         rows=[*everything, *derived],
-        notes=[*verdicts, *wrong, *(note for note in record.notes if note not in before), *notes],
+        notes=[*verdicts, *wrong, *exact, *(note for note in record.notes if note not in before), *notes],
     )
+
+
+def all_exact(rows: Sequence[Row]) -> str:
+    """The sentence of a run without a wrong element."""
+    checked = sum(row.error is not None for row in rows)
+    return f"All {checked} results are exact, element by element, in calls that were timed."
 
 
 def wrong_sentence(row: Row) -> str:

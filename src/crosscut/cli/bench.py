@@ -10,9 +10,7 @@ from crosscut.cli.bench_collectives import collectives
 from crosscut.cli.ranks import Backend, Device, Json, Out, Tp, deliver, run_on_ranks
 from crosscut.errors import MismatchError, choose
 
-bench = typer.Typer(
-    help="Measure: one device against its split, with the result checked in the same run.", no_args_is_help=True
-)
+bench = typer.Typer(help="Measure layers and collectives, with every result checked in the same run.", no_args_is_help=True)
 
 
 def _option(flag: str, help: str, **more: Any) -> Any:
@@ -38,7 +36,7 @@ Explain = Annotated[bool, typer.Option("--explain", help="Say what carries each 
 
 @bench.callback()
 def group() -> None:
-    """Measure: one device against its split, with the result checked in the same run."""
+    """Measure layers and collectives, with every result checked in the same run."""
 
 
 bench.command()(collectives)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,7 +58,7 @@ Seconds = Annotated[float, typer.Option("--seconds", min=0.001, help="How long e
 Seed = Annotated[int, typer.Option("--seed", min=0, max=1 << 20, help="Seed of the inputs.")]
 Algo = Annotated[str, _option("--algo", help="Also NCCL with this algorithm forced: ring, tree, ...", metavar="NAME,...")]
 Proto = Annotated[str, _option("--proto", help="Also NCCL with this protocol: simple, ll, ll128.", metavar="NAME,...")]
-Link = Annotated[str, _option("--link", help="Also NCCL over a worse link: nvlink, shm, socket.", metavar="NAME,...")]
+Link = Annotated[str, _option("--link", help="Also NCCL kept to this link: nvlink, shm, socket.", metavar="NAME,...")]
 Simulate = Annotated[
     str,
     _option(
@@ -66,7 +66,7 @@ Simulate = Annotated[
     ),
 ]
 World = Annotated[int | None, _option("--world", help="With --simulate: how many ranks; else --tp.", metavar="N")]
-Bytes = Annotated[str, _option("--bytes", help="With --simulate: the size (1M).", metavar="SIZE")]
+Bytes = Annotated[str | None, _option("--bytes", help="With --simulate: the size (1M).", metavar="SIZE")]
 Csv = Annotated[Path | None, _option("--csv", help="Also write the rows to this file, with commas.", metavar="FILE")]
 
 
@@ -92,7 +92,7 @@ def collectives(
     link: Link = "",
     simulate: Simulate = "",
     world: World = None,
-    size: Bytes = "1M",
+    size: Bytes = None,
     backend: Backend = "auto",
     device: Device = "auto",
     json: Json = False,
@@ -106,8 +106,11 @@ def collectives(
     if simulate:
         from crosscut.cli.bench_simulate import simulate as run_by_hand
 
-        run_by_hand(simulate, op or "all_reduce", tp if world is None else world, size, json, out)
+        ignored = {"--impl": impl, "--mode": mode, "--sizes": sizes, "-b": minbytes, "-e": maxbytes, "--algo": algo}
+        _refuse("--simulate runs an algorithm by hand and takes no", ignored | {"--proto": proto, "--link": link})
+        run_by_hand(simulate, op or "all_reduce", tp if world is None else world, size or "1M", json, out)
         return
+    _refuse("only --simulate takes", {"--world": world, "--bytes": size})
     asked: dict[str, Any] = {
         "ops": names("collective", op, OPS),
         "redops": REDOPS if redop == "all" else names("reduction", redop, REDOPS) or ("sum",),
@@ -131,6 +134,10 @@ def collectives(
         record = _with_mpi(tp, asked, common, record)
     if record is None:
         return
+    if not record.rows:
+        raise UsageError(
+            f"nothing could be measured. {' '.join(record.notes)}", code="bad-option", fix="choose another --dtype or --impl"
+        )
     show(record, json, csv_file, out)
     if not record.config["correct"]:
         raise MismatchError(
@@ -138,6 +145,13 @@ def collectives(
             code="result-differs",
             fix="run it again; if it stays, the link, the driver or the library is broken: please report the record (--json)",
         )
+
+
+def _refuse(why: str, flags: Mapping[str, object]) -> None:
+    """Raise UsageError (``bad-option``) for the flags that were given and would be ignored."""
+    given = [name for name, value in flags.items() if value]
+    if given:
+        raise UsageError(f"{why} {', '.join(given)}", code="bad-option", fix="leave it out")
 
 
 def _measured(

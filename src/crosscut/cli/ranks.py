@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-Tp = Annotated[int, typer.Option("--tp", min=1, help="How many ranks share the layer (tensor parallel size).")]
+Tp = Annotated[int, typer.Option("--tp", min=1, help="How many ranks take part (tensor parallel size).")]
 Backend = Annotated[str, typer.Option("--backend", help="How ranks talk: auto, nccl or gloo.")]
 Device = Annotated[str, typer.Option("--device", help="Where they compute: auto, cuda or cpu.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the record (JSON) instead of the table.")]

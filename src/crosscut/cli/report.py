@@ -20,7 +20,7 @@ Files = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", "-o", help="The page to write; an existing file is replaced. [default: report.html]", show_default=False
+        "--out", "-o", help="The page to write; an existing file is replaced. By default report.html.", show_default=False
     ),
 ]
 Compare = Annotated[
