@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shlex
+import subprocess
 import sys
 from contextlib import redirect_stdout
 from dataclasses import fields
@@ -196,3 +197,9 @@ def test_launching_page_names_each_variable_that_is_read() -> None:
     text = (ROOT / "docs" / "launching.md").read_text()
     assert {"RANK", "SLURM_STEPID", "CROSSCUT_TIMEOUT", "PMI_JOBID", "LSB_JOBID"} <= names
     assert sorted(name for name in names if f"`{name}`" not in text) == []
+
+
+def test_readmes_tables_are_made_from_the_records() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "readme_tables"
+    run = subprocess.run([sys.executable, str(script), "--check"], check=False, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
