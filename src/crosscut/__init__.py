@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from crosscut.layers import (
         ColumnParallelLinear,
         ParallelAttention,
+        ParallelBlock,
         ParallelMLP,
         RowParallelLinear,
         VocabParallelEmbedding,
@@ -31,6 +32,7 @@ _HOMES = {
     "ColumnParallelLinear": "crosscut.layers",
     "Mesh": "crosscut.distributed",
     "ParallelAttention": "crosscut.layers",
+    "ParallelBlock": "crosscut.layers",
     "ParallelMLP": "crosscut.layers",
     "RowParallelLinear": "crosscut.layers",
     "VocabParallelEmbedding": "crosscut.layers",
@@ -42,6 +44,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Mesh",
     "ParallelAttention",
+    "ParallelBlock",
     "ParallelMLP",
     "RowParallelLinear",
     "VocabParallelEmbedding",

@@ -1,6 +1,7 @@
 """Parallel layers: each equal to its unsplit self in output, gradients and initial weights, at any tp."""
 
 from crosscut.layers.attention import ParallelAttention
+from crosscut.layers.block import ParallelBlock
 from crosscut.layers.cross_entropy import vocab_parallel_cross_entropy
 from crosscut.layers.embedding import VocabParallelEmbedding
 from crosscut.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -13,6 +14,7 @@ __all__ = [
     "ColumnParallelLinear",
     "LayerNorm",
     "ParallelAttention",
+    "ParallelBlock",
     "ParallelDropout",
     "ParallelMLP",
     "RMSNorm",

@@ -178,7 +178,9 @@ class RowParallelLinear(_ParallelLinear):
               or this rank's tokens ``[T/tp, H]`` with ``sequence_parallel`` (one reduce-scatter along ``sequence_dim``)
     backward: all gradients stay local; with ``sequence_parallel`` the gradient of ``y`` is gathered and that of ``b`` summed
 
-    ``cut``: how the weight's dim 1 is dealt, when not feature by feature (attention's output: ``QueryHeads(heads, dim=1)``).
+    ``reduce_output`` False: the output is this rank's partial sums, without bias, for a caller who adds several of them
+    before one ``finish``. ``cut``: how the weight's dim 1 is dealt, when not feature by feature (attention's output:
+    ``QueryHeads(heads, dim=1)``).
     Raises UsageError (``bad-size``) for a size below 1.
     """
 
@@ -192,6 +194,7 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
         sequence_dim: int = 0,
+        reduce_output: bool = True,
         cut: Cut | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -199,7 +202,7 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         cuts: dict[str, Cut] = {"weight": cut or Row(), "bias": Replicated()}
         super().__init__(in_features, out_features, bias, mesh, cuts, device, dtype)
-        self.local_features = self.weight.shape[1]
+        self.local_features, self.reduce_output = self.weight.shape[1], reduce_output
         self.input_is_parallel, self.sequence_parallel, self.sequence_dim = input_is_parallel, sequence_parallel, sequence_dim
         self.reset_parameters(seed)
 
@@ -213,11 +216,18 @@ class RowParallelLinear(_ParallelLinear):
         else:
             self._check_width(x, self.in_features, "the input")
             x = scatter_to_tp(x, self.group)
-        weight, bias = self._own()
-        y = F.linear(x, weight)
-        if not self.sequence_parallel:
-            y = reduce_from_tp(y, self.group, True)
-            return y if bias is None else y + bias
-        y = reduce_scatter_sequence(y, self.group, self.sequence_dim)
-        # each rank adds the bias to tokens of its own, so the gradients of the replicas are partial: sum them
-        return y if bias is None else y + copy_to_tp(bias, self.group)
+        y = F.linear(x, self._own()[0])
+        return self.finish(y) if self.reduce_output else y
+
+    def finish(self, y: Tensor) -> Tensor:
+        """This rank's partial sums to the output: their sum over the ranks, and the bias once."""
+        if self.sequence_parallel:
+            return self.plus_bias(reduce_scatter_sequence(y, self.group, self.sequence_dim))
+        return self.plus_bias(reduce_from_tp(y, self.group, True))
+
+    def plus_bias(self, y: Tensor) -> Tensor:
+        """``y + b``. With sequence_parallel each rank adds it to tokens of its own, and the partial gradients are summed."""
+        bias = self._own()[1]
+        if bias is None:
+            return y
+        return y + (copy_to_tp(bias, self.group) if self.sequence_parallel else bias)
