@@ -85,7 +85,9 @@ def test_a_wrong_result_is_named_and_a_rounded_one_is_not() -> None:
 
 def test_a_noisy_run_is_called_noisy() -> None:
     assert noisy([row("single", 1, 10)] * 5) is None
-    sentence = noisy([row("single", 1, 10)] * 3 + [row("gloo", 1, 10, spread=2.5)] * 2)
+    assert noisy([row("single", 1, 10)] * 5 + [row("gloo", 1, 10, spread=2.5)] * 5) is None
+    assert noisy([row("gloo", 1, 10, spread=2.5)] * 5) is not None
+    sentence = noisy([row("single", 1, 10)] * 3 + [row("no_comm", 1, 10, spread=2.5)] * 2)
     assert sentence is not None
     assert "2 of 5 cases" in sentence
 
