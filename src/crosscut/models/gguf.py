@@ -11,7 +11,6 @@ README (github.com/huggingface/safetensors) for the layout of the file that is w
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import struct
@@ -26,8 +25,9 @@ import torch
 
 from crosscut.errors import UsageError, choose
 from crosscut.models import import_extra
+from crosscut.models.stream import write_stream
 
-DTYPES = {"float32": ("F32", torch.float32), "float16": ("F16", torch.float16), "bfloat16": ("BF16", torch.bfloat16)}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ARCHITECTURES = ("llama",)
 PRE_TOKENIZERS = ("smollm",)
 
@@ -57,7 +57,7 @@ def convert(gguf_path: Path, out_dir: Path, dtype: str = "float32", on_progress:
     Raises UsageError: ``bad-dtype``; ``file-missing``; ``file-unreadable`` (not GGUF, truncated, or not a model that
     can be converted exactly); ``bad-option`` (``out_dir`` is in use or cannot be written); ``extra-missing``.
     """
-    stored_name, stored = DTYPES[choose("dtype", dtype, DTYPES, code="bad-dtype")]
+    stored = DTYPES[choose("dtype", dtype, DTYPES, code="bad-dtype")]
     metadata, tensors = _read(gguf_path)
     config = _config(metadata, tied="output.weight" not in tensors) | {"torch_dtype": dtype}
     weights = _weights(config)
@@ -65,7 +65,7 @@ def convert(gguf_path: Path, out_dir: Path, dtype: str = "float32", on_progress:
     tokenizer, tokenizer_config = _tokenizer(metadata)
     special_ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     with _appearing_whole(out_dir) as folder:
-        _write_safetensors(folder / "model.safetensors", weights, tensors, stored_name, stored, on_progress)
+        _write_safetensors(folder / "model.safetensors", weights, tensors, stored, on_progress)
         tokenizer.save(str(folder / "tokenizer.json"))
         _write_json(folder / "tokenizer_config.json", tokenizer_config)
         _write_json(folder / "generation_config.json", special_ids)
@@ -245,31 +245,17 @@ def _load(weight: _Weight, tensor: Any) -> torch.Tensor:
 
 
 def _write_safetensors(
-    path: Path,
-    weights: list[_Weight],
-    tensors: dict[str, Any],
-    stored_name: str,
-    stored: torch.dtype,
-    on_progress: OnProgress | None,
+    path: Path, weights: list[_Weight], tensors: dict[str, Any], stored: torch.dtype, on_progress: OnProgress | None
 ) -> None:
-    """Write the parameters one at a time, so that a model larger than memory can be converted.
+    """Write the parameters one at a time, so that a model larger than memory can be converted."""
 
-    The format: the header's length (8 bytes, little endian), the header (JSON, padded to 8 bytes), then the data.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for weight in weights:
-        start, end = end, end + math.prod(weight.shape) * stored.itemsize
-        header[weight.name] = {"dtype": stored_name, "shape": weight.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
+    def loaded() -> Iterator[torch.Tensor]:
         for done, weight in enumerate(weights, start=1):
-            values = _load(weight, tensors[weight.gguf_name]).to(stored)
-            out.write(values.view(torch.uint8).numpy().data)
+            yield _load(weight, tensors[weight.gguf_name]).to(stored)
             if on_progress is not None:
                 on_progress(done, len(weights), weight.name)
+
+    write_stream(path, [(weight.name, stored, weight.shape) for weight in weights], loaded())
 
 
 # ---- tokenizer.json and tokenizer_config.json

@@ -1,0 +1,178 @@
+"""Saving and loading split models: exact at any tp, optimizer state too; interrupted and damaged files are handled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import crosscut as cc
+from crosscut.distributed.mesh import Mesh
+from crosscut.errors import UsageError
+from crosscut.layers import ParallelBlock
+from crosscut.layers.replicas import placed_parameters
+from crosscut.layers.shards import gather
+from crosscut.models import weights
+from crosscut.models.stream import damaged, write_stream
+from crosscut.models.weights import load, save
+
+OnRanks = Callable[..., list[Any]]
+VOCAB, HIDDEN = 19, 12
+
+
+class Net(nn.Module):
+    """Every kind of cut: vocabulary, packed heads with KV heads to replicate, packed MLP, row, replicated."""
+
+    def __init__(self, mesh: Mesh, seed: int, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.embedding = cc.VocabParallelEmbedding(VOCAB, hidden, mesh=mesh, seed=seed)
+        self.block = ParallelBlock(hidden, 4, 10, mesh=mesh, norm="layer", attention={"kv_heads": 2}, seed=seed + 9)
+        self.head = cc.ColumnParallelLinear(hidden, VOCAB, mesh=mesh, seed=seed + 99)
+
+    def loss(self, mesh: Mesh, step: int) -> Tensor:
+        ids = torch.randint(0, VOCAB, (2, 5), generator=torch.Generator().manual_seed(step))
+        return cc.vocab_parallel_cross_entropy(self.head(self.block(self.embedding(ids))), ids, mesh.tp, VOCAB)
+
+
+def trained(mesh: Mesh, steps: int, seed: int = 1) -> tuple[Net, torch.optim.AdamW]:
+    model = Net(mesh, seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    advance(model, optimizer, mesh, range(steps))
+    return model, optimizer
+
+
+def advance(model: Net, optimizer: torch.optim.Optimizer, mesh: Mesh, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model.loss(mesh, step).backward()
+        optimizer.step()
+
+
+def wholes(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
+    return {p.name: gather(p.local, p.cut, p.shape, mesh.tp) for p in placed_parameters(model)}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_what_is_saved_at_any_tp_is_the_unsplit_model(on_ranks: OnRanks, world: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+
+    def body(mesh: Mesh) -> dict[str, Tensor]:
+        model = Net(mesh, 1)
+        save(model, path, mesh, notes={"step": "12"})
+        return wholes(model, mesh)
+
+    expected = on_ranks(world, body)[0]
+    stored = load_file(path)  # any reader of safetensors will do
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], expected[name]) for name in stored)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    assert damaged(path) == []
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 4), (4, 1), (3, 2)])
+def test_training_goes_on_at_another_tp_as_if_nothing_had_happened(
+    on_ranks: OnRanks, before: int, after: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "checkpoint.safetensors"
+
+    def first(mesh: Mesh) -> None:
+        model, optimizer = trained(mesh, 3)
+        save(model, path, mesh, optimizer, {"step": "3"})
+
+    def second(mesh: Mesh) -> dict[str, Tensor]:
+        model = Net(mesh, 77)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        assert load(model, path, mesh, optimizer) == {"step": "3"}
+        advance(model, optimizer, mesh, range(3, 6))
+        return wholes(model, mesh)
+
+    on_ranks(before, first)
+    ((uninterrupted, _),) = [(wholes(trained(mesh, 6)[0], mesh), None) for mesh in [alone()]]
+    for got in on_ranks(after, second):
+        for name, whole in uninterrupted.items():
+            torch.testing.assert_close(got[name], whole, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def alone() -> Mesh:
+    from crosscut.distributed.mesh import make_mesh
+
+    return make_mesh(device="cpu")
+
+
+def test_a_fresh_optimizer_would_turn_that_check_red(on_ranks: OnRanks, tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    mesh = alone()
+    model, optimizer = trained(mesh, 3)
+    save(model, path, mesh, optimizer)
+    other = Net(mesh, 77)
+    load(other, path, mesh)
+    advance(other, torch.optim.AdamW(other.parameters(), lr=1e-2), mesh, range(3, 6))
+    whole = trained(mesh, 6)[0]
+    assert not torch.allclose(other.head.weight, whole.head.weight, rtol=2e-4, atol=2e-6)
+
+
+def test_an_interrupted_save_leaves_the_old_file(on_ranks: OnRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.safetensors"
+    on_ranks(2, lambda mesh: save(Net(mesh, 1), path, mesh))
+    old = path.read_bytes()
+    honest = weights.gather
+
+    def stops(shard: Tensor, cut: Any, shape: tuple[int, ...], group: Any) -> Tensor:
+        if shape == (VOCAB,):
+            raise KeyboardInterrupt
+        return honest(shard, cut, shape, group)
+
+    monkeypatch.setattr(weights, "gather", stops)
+    with pytest.raises(KeyboardInterrupt):
+        on_ranks(2, lambda mesh: save(Net(mesh, 2), path, mesh))
+    assert path.read_bytes() == old
+    assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_flipped_bit_is_found_and_nothing_is_changed(on_ranks: OnRanks, world: int, tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    on_ranks(1, lambda mesh: save(Net(mesh, 1), path, mesh))
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 0x10
+    path.write_bytes(data)
+    assert len(damaged(path)) == 1
+
+    def body(mesh: Mesh) -> None:
+        model = Net(mesh, 2)
+        before = wholes(model, mesh)
+        try:
+            load(model, path, mesh)
+        finally:
+            assert all(torch.equal(a, b) for a, b in zip(before.values(), wholes(model, mesh).values(), strict=True))
+
+    with pytest.raises(UsageError, match="is damaged: the bytes of"):
+        on_ranks(world, body)
+    on_ranks(world, lambda mesh: load(Net(mesh, 2), path, mesh, check=False))
+
+
+def test_what_does_not_fit_is_refused(on_ranks: OnRanks, tmp_path: Path) -> None:
+    path, mesh = tmp_path / "m.safetensors", alone()
+    save(Net(mesh, 1), path, mesh)
+    short = tmp_path / "short.safetensors"
+    short.write_bytes(path.read_bytes()[:-5])
+    other = tmp_path / "other.safetensors"
+    write_stream(other, [("block.mlp.up.wieght", torch.float32, (2,))], [torch.zeros(2)])
+    fresh = Net(mesh, 1)
+    for call, words in (
+        (lambda: load(Net(mesh, 1), tmp_path / "nope", mesh), "there is no file"),
+        (lambda: load(Net(mesh, 1), short, mesh), "is not a whole safetensors file"),
+        (lambda: load(Net(mesh, 1), other, mesh), "has no 'embedding.weight'"),
+        (lambda: load(Net(mesh, 1).head, path, mesh), "has no 'weight'"),
+        (lambda: load(Net(mesh, 1, 16), path, mesh), r"is \[19, 12\] in .* and \[19, 16\] in the model"),
+        (lambda: load(nn.ModuleDict({"embedding": Net(mesh, 1).embedding}), path, mesh), "more, the model has not"),
+        (lambda: load(fresh, path, mesh, torch.optim.AdamW(fresh.parameters())), "has no 'optimizer."),
+        (lambda: save(Net(mesh, 1), tmp_path / "no" / "m", mesh), "the folder .* does not exist"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            call()
