@@ -1,0 +1,119 @@
+"""Train a small Llama on real text, split over ranks: tensor parallel, sequence parallel and data parallel together.
+
+python examples/train_tiny_llama.py                                             one rank
+torchrun --nproc-per-node 2 examples/train_tiny_llama.py --sp                   tp 2 with sequence parallelism
+torchrun --nproc-per-node 4 examples/train_tiny_llama.py --tp 2                 dp 2 x tp 2
+
+The loss is the same to rounding however the ranks are used. With --checkpoint it goes on where it was stopped, on any number
+of ranks. The text is bytes, so there is no tokenizer; by default the sample that crosscut ships.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import crosscut as cc
+from crosscut.collectives import all_reduce
+from crosscut.distributed import Mesh
+from crosscut.layers import RMSNorm, check_replicas, clip_grad_norm_
+from crosscut.models.inputs import sample_text
+from crosscut.models.weights import load, save
+
+BYTES = 256
+
+
+class TinyLlama(nn.Module):
+    """Embedding, blocks, norm, head. The logits stay cut over the vocabulary; the loss needs no more."""
+
+    def __init__(self, args: argparse.Namespace, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh, self.length = mesh, args.length
+        layout = {"mesh": mesh, "sequence_parallel": args.sp}
+        self.embedding = cc.VocabParallelEmbedding(BYTES, args.hidden, sequence_dim=1, seed=1, **layout)
+        attention = {"kv_heads": args.kv_heads, "rope_theta": 1e4}
+        self.blocks = nn.ModuleList(
+            cc.ParallelBlock(args.hidden, args.heads, 3 * args.hidden, attention=attention, seed=100 * i, **layout)
+            for i in range(1, args.layers + 1)
+        )
+        self.norm = RMSNorm(args.hidden, **layout)
+        self.head = cc.ColumnParallelLinear(args.hidden, BYTES, bias=False, sequence_dim=1, seed=2, **layout)
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        """Mean loss of ``target [B, S]`` after ``ids [B, S]``."""
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x, None, self.length)
+        return cc.vocab_parallel_cross_entropy(self.head(self.norm(x), self.length), target, self.mesh.tp, BYTES)
+
+
+def batch(text: Tensor, step: int, args: argparse.Namespace, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """This dp rank's sequences of the step's batch: the step decides, so any arrangement of ranks sees the same text."""
+    starts = torch.randint(0, len(text) - args.length - 1, (args.batch,), generator=torch.Generator().manual_seed(step))
+    own = starts.chunk(mesh.dp.size)[mesh.dp.rank].tolist()
+    rows = torch.stack([text[start : start + args.length + 1] for start in own]).to(mesh.device)
+    return rows[:, :-1], rows[:, 1:]
+
+
+def train(args: argparse.Namespace, mesh: Mesh) -> list[float]:
+    words = sample_text() if args.text is None else args.text.read_text(encoding="utf-8")
+    text = torch.tensor(list(words.encode()), dtype=torch.long)
+    model = TinyLlama(args, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    first, losses, begun = 0, [], time.monotonic()
+    if args.checkpoint is not None and args.checkpoint.exists():
+        first = int(load(model, args.checkpoint, mesh, optimizer)["step"])
+        say(mesh, f"going on after step {first}")
+    for step in range(first, args.steps):
+        optimizer.zero_grad()
+        loss = model(*batch(text, step, args, mesh))
+        loss.backward()
+        for parameter in model.parameters():  # DistributedDataParallel would hide this under the backward
+            if parameter.grad is not None:
+                all_reduce(parameter.grad, mesh.dp, "avg", out=parameter.grad)
+        clip_grad_norm_(model, 1.0, mesh)
+        optimizer.step()
+        losses.append(float(all_reduce(loss.detach(), mesh.dp, "avg")))
+        done = step + 1
+        if done % args.every == 0 or done == args.steps:
+            left = (time.monotonic() - begun) / (done - first) * (args.steps - done)
+            say(mesh, f"step {done:4d} of {args.steps}   loss {losses[-1]:.4f}   {left:.0f} s left")
+            if args.checkpoint is not None:
+                save(model, args.checkpoint, mesh, optimizer, {"step": str(done)})
+    check_replicas(model, mesh)
+    return losses
+
+
+def say(mesh: Mesh, text: str) -> None:
+    if mesh.rank == 0:
+        print(text, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, help="ranks that share the model (default: all)")
+    parser.add_argument("--sp", action="store_true", help="sequence parallelism between the layers")
+    for name, value in (("steps", 20), ("batch", 8), ("length", 48), ("hidden", 48), ("layers", 2), ("heads", 4), ("every", 5)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--text", type=Path, help="a text file to learn from")
+    parser.add_argument("--checkpoint", type=Path, help="save here every few steps, and go on from here")
+    parser.add_argument("--losses", type=Path, help="write the losses to this file, as JSON")
+    args = parser.parse_args()
+    mesh = cc.init_mesh(tp=args.tp)
+    losses = train(args, mesh)
+    if args.losses is not None and mesh.rank == 0:
+        args.losses.write_text(json.dumps(losses))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
