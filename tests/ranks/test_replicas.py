@@ -114,6 +114,24 @@ def test_drift_is_named(on_ranks: OnRanks, where: str, rank: int, words: str) ->
         on_ranks(4, drift, where, rank, tp=2)
 
 
+def test_shared_kv_heads_are_copies_too(on_ranks: OnRanks) -> None:
+    """Two KV heads on four ranks: each is on two of them, and a drift between those two must show."""
+
+    def body(mesh: Mesh, mend: bool) -> None:
+        attention = cc.ParallelAttention(16, 4, kv_heads=2, mesh=mesh, seed=1)
+        check_replicas(attention, mesh)
+        if mesh.rank == 3:
+            with torch.no_grad():
+                attention.qkv.weight[-1, 0] += 1e-3
+        if mend:
+            broadcast_parameters(attention, mesh)
+        check_replicas(attention, mesh)
+
+    on_ranks(4, body, True)
+    with pytest.raises(MismatchError, match=r"the copies of 'qkv.weight' differ between ranks of tp that share its rows"):
+        on_ranks(4, body, False)
+
+
 def test_swapped_elements_are_drift_too(on_ranks: OnRanks) -> None:
     def body(mesh: Mesh) -> None:
         model = nn.Linear(4, 1, bias=False)
