@@ -17,24 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from crosscut.errors import UsageError, nearest
+from crosscut.models.stream import NAMES
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 @dataclass(frozen=True)
