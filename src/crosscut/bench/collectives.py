@@ -19,7 +19,7 @@ from crosscut.bench import clocks, pairs
 from crosscut.bench.backends import Implementation, all_agree, build, first_line, free_memory
 from crosscut.bench.collective_cases import CASES, Case, Place
 from crosscut.bench.collective_timing import Measured, Problem
-from crosscut.bench.context import hardware, versions
+from crosscut.bench.context import hardware, make_record
 from crosscut.bench.extend import all_exact
 from crosscut.bench.fit import summarise
 from crosscut.bench.timing import Sampling
@@ -28,7 +28,7 @@ from crosscut.collectives import all_reduce
 from crosscut.distributed.launch import RankContext
 from crosscut.distributed.mesh import Group, make_mesh
 from crosscut.errors import CrosscutError, UsageError, choose
-from crosscut.records import Row, RunRecord, now, source_commit
+from crosscut.records import Row, RunRecord, now
 from crosscut.units import format_size, gbps
 
 T = TypeVar("T")
@@ -144,22 +144,15 @@ def run(ctx: RankContext, config: CollectivesConfig, cases: Mapping[str, Case] =
     where = hardware(mesh)
     found = summarise(rows, where.device, where.links)
     wrong, disturbed = _wrong(rows), noisy(rows)
-    return RunRecord(
-        command="bench collectives",
-        config=asdict(config) | {"backend": ctx.backend, "correct": not wrong},
-        hardware=where,
-        versions=versions(mesh),
-        rows=[*rows, *found],
-        commit=source_commit(),
-        started=started,
-        notes=[
-            *([disturbed] if disturbed else (str(row.extra["text"]) for row in found if row.subject == "verdict")),
-            *(wrong or [all_exact(rows)]),
-            *slow_ranks(rows),
-            *clocks.notes(before, clocks.read(ctx.device), group),
-            *skipped,
-        ],
-    )
+    notes = [
+        *([disturbed] if disturbed else (str(row.extra["text"]) for row in found if row.subject == "verdict")),
+        *(wrong or [all_exact(rows)]),
+        *slow_ranks(rows),
+        *clocks.notes(before, clocks.read(ctx.device), group),
+        *skipped,
+    ]
+    settled = asdict(config) | {"backend": ctx.backend, "correct": not wrong}
+    return make_record("bench collectives", settled, mesh, [*rows, *found], started, notes)
 
 
 # ------------------------------------------------------------------------------------------------------ what to do

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from crosscut.distributed.mesh import Mesh
 from crosscut.distributed.topology import topology
-from crosscut.records import Hardware, base_versions
+from crosscut.records import Hardware, Row, RunRecord, base_versions, source_commit
+
+
+def make_record(
+    command: str, config: dict[str, Any], mesh: Mesh, rows: list[Row], started: str, notes: Sequence[str]
+) -> RunRecord:
+    """The record of a run on ``mesh``, with all that every record says."""
+    return RunRecord(
+        command=command,
+        config=config,
+        hardware=hardware(mesh),
+        versions=versions(mesh),
+        rows=rows,
+        commit=source_commit(),
+        started=started,
+        notes=list(notes),
+    )
 
 
 def hardware(mesh: Mesh) -> Hardware:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from crosscut.bench.context import hardware, versions
+from crosscut.bench.context import make_record
 from crosscut.bench.shapes import parse_shape
 from crosscut.bench.source import real_problems
 from crosscut.bench.split import Problem, exchange, implementations, random_problem
@@ -24,7 +24,7 @@ from crosscut.collectives.select import Choice
 from crosscut.distributed.launch import RankContext
 from crosscut.distributed.mesh import Mesh, make_mesh
 from crosscut.errors import UsageError
-from crosscut.records import Row, RunRecord, Times, now, source_commit
+from crosscut.records import Row, RunRecord, Times, now
 from crosscut.units import format_size, gbps
 
 GPU_SHAPES = (
@@ -80,16 +80,8 @@ def run(ctx: RankContext, config: LinearConfig) -> RunRecord:
     wrong = wrong_results(rows)
     notes += wrong or [f"All {sum(row.error is not None for row in rows)} results equal the float64 reference to rounding."]
     notes += reasons if config.explain else []
-    return RunRecord(
-        command="bench linear",
-        config=asdict(config) | {"backend": ctx.backend, "correct": not wrong},
-        hardware=hardware(mesh),
-        versions=versions(mesh),
-        rows=rows,
-        commit=source_commit(),
-        started=started,
-        notes=notes,
-    )
+    settled = asdict(config) | {"backend": ctx.backend, "correct": not wrong}
+    return make_record("bench linear", settled, mesh, rows, started, notes)
 
 
 def _modes(config: LinearConfig, mesh: Mesh) -> tuple[str, ...]:

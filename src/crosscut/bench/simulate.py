@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from crosscut.bench.context import hardware, versions
+from crosscut.bench.context import make_record
 from crosscut.bench.schedules import ELEMENT, Message, Steps, check, chunk_edges, formula, schedule
 from crosscut.collectives import Pending, all_gather, recv, send
 from crosscut.distributed.join import RankContext
 from crosscut.distributed.mesh import Group, make_mesh
 from crosscut.errors import UsageError
-from crosscut.records import Row, RunRecord, now, source_commit
+from crosscut.records import Row, RunRecord, now
 from crosscut.units import format_size
 
 MOST_BYTES = 2 << 30
@@ -71,16 +71,8 @@ def simulate(ctx: RankContext, config: SimulateConfig, steps: Steps | None = Non
         own_sent, own_received = run_plan(plan, buffer, group, chunk_edges(config.world, config.nbytes))
         sent, received = all_gather(own_sent[None], group), all_gather(own_received[None], group)
         row = _row(config, sent, received, wrong_elements(config, buffer, group))
-    return RunRecord(
-        command="bench collectives",
-        config=asdict(config) | {"simulate": config.algorithm, "backend": ctx.backend, "correct": row.error == 0},
-        hardware=hardware(mesh),
-        versions=versions(mesh),
-        rows=[row],
-        commit=source_commit(),
-        started=started,
-        notes=sentences(row),
-    )
+    settled = asdict(config) | {"simulate": config.algorithm, "backend": ctx.backend, "correct": row.error == 0}
+    return make_record("bench collectives", settled, mesh, [row], started, sentences(row))
 
 
 def inputs(config: SimulateConfig, rank: int) -> Tensor:

@@ -36,7 +36,7 @@ def real_problems(
     dtype: torch.dtype,
     group: Group,
 ) -> Iterator[Callable[[], Problem]]:
-    """One problem for each count in ``tokens``.
+    """One problem for each count in ``tokens``: the first so many of one text.
 
     ``source``: ``DIR:PARAM``, PARAM a weight (``model.layers.3.mlp.up_proj.weight``) or the prefix of an MLP
     (``model.layers.3.mlp``), which makes the column-row pair. ``inputs``: ``embedding`` (the text's tokens through the
@@ -50,12 +50,12 @@ def real_problems(
     width = next(iter(layers.values())).in_features
     activation = _activation(directory) if "down" in layers else "gelu"
     shown = "pair" if "down" in layers else kind
+    x = torch.empty(max(tokens), width, dtype=dtype, device=group.device)
+    if group.rank == 0:  # one rank loads the model, once; all get the same activations
+        x.copy_(_real_input(checkpoint, directory, module, inputs, text, max(tokens), width))
+    x = broadcast(x, group, out=x)
     for count in tokens:
-        x = torch.empty(count, width, dtype=dtype, device=group.device)
-        if group.rank == 0:  # one rank loads the model, all get the same activations
-            x.copy_(_real_input(checkpoint, directory, module, inputs, text, count, width))
-        x = broadcast(x, group, out=x)
-        yield lambda x=x, shown=shown: Problem(shown, x, layers, activation)  # type: ignore[misc]
+        yield lambda count=count: Problem(shown, x[:count], layers, activation)  # type: ignore[misc]
 
 
 def check_source(source: str) -> None:

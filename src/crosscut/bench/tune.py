@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crosscut.bench.context import hardware, versions
+from crosscut.bench.context import make_record
 from crosscut.bench.linear import bandwidths
 from crosscut.bench.timing import Call, Sampling, time_case
 from crosscut.bench.verdict import allowed_error, noisy
@@ -27,7 +27,7 @@ from crosscut.distributed.join import RankContext
 from crosscut.distributed.mesh import Group, make_mesh
 from crosscut.errors import UsageError
 from crosscut.kernels.exchange import Exchange
-from crosscut.records import Row, RunRecord, Times, now, source_commit
+from crosscut.records import Row, RunRecord, Times, now
 from crosscut.units import format_size, format_us
 
 MARGIN = 0.03
@@ -64,16 +64,8 @@ def run(ctx: RankContext, config: TuneConfig) -> RunRecord:
     if ctx.rank == 0:
         disturbed = noisy(rows)
         notes.append(f"{disturbed} Nothing was saved." if disturbed else _keep(ctx.device, config.tp, classes, started[:10]))
-    return RunRecord(
-        command="tune",
-        config=asdict(config) | {"backend": ctx.backend, "classes": {op: [*map(list, classes[op])] for op in OPS}},
-        hardware=hardware(mesh),
-        versions=versions(mesh),
-        rows=rows,
-        commit=source_commit(),
-        started=started,
-        notes=notes,
-    )
+    settled = asdict(config) | {"backend": ctx.backend, "classes": {op: [*map(list, classes[op])] for op in OPS}}
+    return make_record("tune", settled, mesh, rows, started, notes)
 
 
 def _kernels(group: Group) -> Exchange:

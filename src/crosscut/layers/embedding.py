@@ -16,7 +16,7 @@ from typing_extensions import Self
 from crosscut.collectives import reduce_from_tp, reduce_scatter_sequence
 from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError
-from crosscut.layers.shards import gather, shared_seed, take, uniform_
+from crosscut.layers.shards import gather, refuse_empty, shared_seed, take, uniform_
 from crosscut.sharding import Column, shard_range
 
 
@@ -42,9 +42,7 @@ class VocabParallelEmbedding(nn.Module):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        for name, size in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
-            if size < 1:
-                raise UsageError(f"{name}={size}", code="bad-size", fix="give a size of at least 1")
+        refuse_empty(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise UsageError(
                 f"padding_idx={padding_idx} in a vocabulary of {num_embeddings}",

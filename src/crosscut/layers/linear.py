@@ -25,7 +25,7 @@ from crosscut.collectives import (
 from crosscut.distributed.mesh import Group, Mesh
 from crosscut.errors import UsageError
 from crosscut.layers.overlap import column_linear
-from crosscut.layers.shards import gather, shared_seed, take, uniform_
+from crosscut.layers.shards import gather, refuse_empty, shared_seed, take, uniform_
 from crosscut.sharding import Column, Cut, Packed, Replicated, Row
 
 
@@ -46,9 +46,7 @@ class _ParallelLinear(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if size < 1:
-                raise UsageError(f"{name}={size}", code="bad-size", fix="give a size of at least 1")
+        refuse_empty(in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self.group: Group = mesh.tp
         self.cuts = cuts

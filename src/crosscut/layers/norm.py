@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from crosscut.collectives import copy_to_tp
 from crosscut.distributed.mesh import Mesh
-from crosscut.errors import UsageError
+from crosscut.layers.shards import refuse_empty
 from crosscut.sharding import Cut, Replicated
 
 
@@ -33,8 +33,7 @@ class _Norm(nn.Module):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        if hidden < 1:
-            raise UsageError(f"hidden={hidden}", code="bad-size", fix="give a size of at least 1")
+        refuse_empty(hidden=hidden)
         where = mesh.device if device is None else device
         self.hidden, self.eps, self.group, self.sequence_parallel = hidden, eps, mesh.tp, sequence_parallel
         self.cuts: dict[str, Cut] = dict.fromkeys(("weight", "bias") if bias else ("weight",), Replicated())

@@ -12,9 +12,17 @@ from torch import Tensor, nn
 
 from crosscut.collectives import all_gather, broadcast
 from crosscut.distributed.mesh import Group
+from crosscut.errors import UsageError
 from crosscut.sharding import Cut
 
 _BLOCK = 64  # rows that share one random stream, so that a rank draws little more than its own rows
+
+
+def refuse_empty(**sizes: int) -> None:
+    """Raise UsageError (``bad-size``) naming the first of ``sizes`` that is below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise UsageError(f"{name}={size}", code="bad-size", fix="give a size of at least 1")
 
 
 def take(full: Tensor, cut: Cut, tp: int, rank: int) -> Tensor:
