@@ -56,6 +56,17 @@ def test_every_collective_is_exact_over_gloo() -> None:
     assert (sizes["all_reduce"], sizes["all_gather"], sizes["barrier"]) == (3000, 3000, None)
 
 
+def by_messages(ctx: RankContext) -> RunRecord:
+    return measure(ctx, root=2, ops=("incast", "multicast", "hypercube"), sizes=(4096,), seconds=0.001)
+
+
+def test_message_patterns_are_exact_on_four_ranks() -> None:
+    record = run(by_messages, (), LaunchConfig(4, "gloo", "cpu"))
+    assert record is not None
+    assert record.config["correct"] is True, record.notes
+    assert {row.subject for row in record.rows if row.us} == {"incast", "multicast", "hypercube"}
+
+
 def test_the_command_prints_a_table_and_writes_files(tmp_path: Path) -> None:
     record, rows = tmp_path / "record.json", tmp_path / "rows.csv"
     asked = ["--tp", "2", "--op", "all_reduce,all_gather", "-b", "1K", "-e", "16K", "--dtype", "half", "--seconds", "0.001"]

@@ -75,6 +75,12 @@ def test_every_dtype_is_exact(on_ranks: OnRanks, world: int, dtype: str) -> None
     assert record.config["correct"] is True, record.notes
 
 
+def test_a_hypercube_has_a_power_of_two_of_corners(on_ranks: OnRanks) -> None:
+    record = on_ranks(3, lambda mesh: measured(mesh, ops=("all_reduce", "hypercube")))[0]
+    assert {row.subject for row in timed(record)} == {"all_reduce"}
+    assert any("hypercube" in note and "a power of two, not 3" in note for note in record.notes)
+
+
 @pytest.mark.parametrize("in_place", ["out", "in"])
 def test_a_planted_wrong_element_is_found_and_located(on_ranks: OnRanks, in_place: str) -> None:
     def spoil(ask: Ask, buffers: Buffers) -> None:

@@ -53,6 +53,16 @@ def direct(name: str, world: int, count: int, root: int) -> int:
     return wires.busiest
 
 
+@given(st.integers(1, 4), st.integers(1, 50))
+def test_a_hypercube_carries_what_an_all_gather_does(dims: int, count: int) -> None:
+    wires, world = Wires(), 2**dims
+    for dim in range(dims):
+        for rank in range(world):
+            wires.send(rank, rank ^ 2**dim, count * 2**dim)
+    case = CASES["hypercube"]
+    assert wires.busiest == case.busbw(world) * case.nbytes(count, world, 1)
+
+
 def ring(name: str, world: int, part: int) -> int:
     """Elements through the busiest port of the ring algorithm, played step by step on chunks of ``part`` elements."""
     wires = Wires()
@@ -66,7 +76,8 @@ def ring(name: str, world: int, part: int) -> int:
 @given(WORLDS, st.integers(1, 50), st.data())
 def test_busbw_is_the_bytes_through_the_busiest_port(world: int, count: int, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, world - 1))
-    for name in ("all_gather", "gather", "scatter", "all_to_all", "all_to_all_uneven", "send_recv"):
+    straight = ("all_gather", "gather", "scatter", "all_to_all", "all_to_all_uneven", "send_recv", "incast", "multicast")
+    for name in straight:
         case = CASES[name]
         assert direct(name, world, count, root) == pytest.approx(case.busbw(world) * case.nbytes(count, world, 1)), name
     for name in ("all_reduce", "reduce_scatter", "all_gather"):

@@ -11,7 +11,7 @@ are compared to the bit, and a misplaced element differs. Bandwidths follow nccl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -209,13 +209,15 @@ class Case:
     """How buffers overlap in place: ``same``, ``input in output`` or ``output in input`` (at rank x count); None: never."""
     capturable: bool = True
     """Whether a CUDA graph can hold it."""
+    powers_of_two: bool = False
+    """Whether the number of ranks must be a power of two."""
     wire: Mapping[str, Callable[[int], float]] = field(default_factory=dict)
     """Bytes of the busiest port / size, by kind of algorithm (``one-shot``, ``multicast``), where it is not ``busbw``."""
 
     @property
     def sized(self) -> bool:
         """Whether it moves data at all (barrier does not)."""
-        return bool(self.receives(Place(0, 1, 1)))
+        return any(self.receives(Place(rank, 2, 1)) for rank in range(2))
 
     def count(self, nbytes: int, world: int, itemsize: int) -> int:
         """NCCL's count for ``nbytes`` of the whole tensor, rounded down, at least 1; 0 when nothing is moved."""
@@ -311,12 +313,51 @@ def _reduce(a: Ask, b: Buffers) -> Works:
     return [dist.reduce(tensor, a.root, op=a.reduce_op, **a.how)]
 
 
+def _messages(a: Ask, send: Sequence[tuple[int, Tensor]], receive: Sequence[tuple[int, Tensor]]) -> Works:
+    """Messages between ranks of the group, all at once: (to, what) and (from, where)."""
+    both = [(dist.isend, sent) for sent in send] + [(dist.irecv, got) for got in receive]
+    group = a.group.process_group
+    ops = [dist.P2POp(how, tensor, a.group.ranks[peer], group) for how, (peer, tensor) in both]
+    return finished(dist.batch_isend_irecv(ops) if ops else (), a)
+
+
 def _send_recv(a: Ask, b: Buffers) -> Works:
     """To the next rank of the ring, from the one before."""
-    ranks, group = a.group.ranks, a.group.process_group
-    following, before = ranks[(a.place.rank + 1) % a.place.world], ranks[a.place.rank - 1]
-    both = [dist.P2POp(dist.isend, b.input, following, group), dist.P2POp(dist.irecv, b.output, before, group)]
-    return finished(dist.batch_isend_irecv(both), a)
+    rank, n = a.place.rank, a.place.world
+    return _messages(a, [((rank + 1) % n, b.input)], [((rank - 1) % n, b.output)])
+
+
+def _others(p: Place) -> list[int]:
+    """All ranks but the root."""
+    return [rank for rank in range(p.world) if rank != p.root]
+
+
+def _incast(a: Ask, b: Buffers) -> Works:
+    """Every rank to the root at once, by messages."""
+    if a.place.rank != a.place.root:
+        return _messages(a, [(a.place.root, b.input)], [])
+    return _messages(a, [], list(zip(_others(a.place), b.output.split(a.place.count), strict=True)))
+
+
+def _multicast(a: Ask, b: Buffers) -> Works:
+    """The root to every rank at once, by messages."""
+    if a.place.rank != a.place.root:
+        return _messages(a, [], [(a.place.root, b.output)])
+    return _messages(a, [(rank, b.input) for rank in _others(a.place)], [])
+
+
+def _hypercube(a: Ask, b: Buffers) -> Works:
+    """An all-gather in log2(n) steps: the partner across one dimension of the cube gets all that is here by now."""
+    rank, count = a.place.rank, a.place.count
+    b.output[rank * count : (rank + 1) * count].copy_(b.input)
+    width = 1
+    while width < a.place.world:
+        here = rank & ~(width - 1)
+        there = here ^ width
+        mine, theirs = (b.output[first * count : (first + width) * count] for first in (here, there))
+        _messages(replace(a, later=False), [(rank ^ width, mine)], [(rank ^ width, theirs)])
+        width *= 2
+    return ()
 
 
 def finished(works: Works, a: Ask) -> Works:
@@ -366,6 +407,16 @@ _ALL = [
     ),
     Case("all_to_all_uneven", _ring, lambda p: sum(_uneven_sent(p)), _uneven_pieces, _all_to_all_uneven, parts=True),
     Case("send_recv", _one, _count, lambda p: [Piece((p.rank - 1) % p.world, 0, p.count)], _send_recv),
+    Case(
+        "incast", _ring, lambda p: p.count if p.rank != p.root else 0,
+        lambda p: [Piece(rank, 0, p.count) for rank in _others(p)] if p.rank == p.root else [], _incast,
+        parts=True, rooted=True,
+    ),
+    Case(
+        "multicast", lambda n: n - 1.0, lambda p: p.count if p.rank == p.root else 0,
+        lambda p: [Piece(p.root, 0, p.count)] if p.rank != p.root else [], _multicast, rooted=True,
+    ),
+    Case("hypercube", _ring, _count, _every, _hypercube, parts=True, powers_of_two=True),
     Case("barrier", lambda n: 0.0, lambda p: 0, lambda p: [], lambda a, b: [dist.barrier(**a.how)], capturable=False),
 ]  # fmt: skip
 

@@ -202,6 +202,8 @@ def _jobs(bench: Bench, cases: Sequence[Case], impls: Sequence[Implementation], 
             nbytes = _rounded(bench, case, size)
             job = Job(case, redop, nbytes, impl, in_place)
             why = impl.refuses(case, bench.dtype, redop if case.reduces else None, in_place)
+            if case.powers_of_two and bench.group.size & (bench.group.size - 1):
+                why = f"it needs a number of ranks that is a power of two, not {bench.group.size}"
             if not why and 2 * nbytes > bench.room:
                 why = f"its buffers take more than the {format_size(bench.room)} that are free"
             if why:

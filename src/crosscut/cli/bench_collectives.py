@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 IMPLS = ("nccl", "nccl_symmetric", "torch_one_shot", "torch_two_shot", "crosscut", "gloo", "mpi")
 OPS = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
-    "all_to_all_uneven", "send_recv", "barrier",
+    "all_to_all_uneven", "send_recv", "incast", "multicast", "hypercube", "barrier",
 )  # fmt: skip
 REDOPS = ("sum", "max", "min", "avg", "prod")
 MODES = ("eager", "graph", "host")
