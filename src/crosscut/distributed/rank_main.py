@@ -108,8 +108,8 @@ def only_rank(fn: Callable[..., Any], args: tuple[Any, ...], context: RankContex
 
 def as_failure(error: BaseException, rank: int, world_size: int, timeout: float, debug: bool) -> CrosscutError:
     """``error`` as the user should read it. crosscut's own errors stay as they are; a wait that ran out becomes
-    CollectiveTimeout (``rank-timeout``), all else RankError (``rank-failed``) with the place where it was raised, or
-    with the whole traceback when ``debug``."""
+    CollectiveTimeout (``rank-timeout``), all else RankError (``rank-failed``): that a peer is gone, or the error with the
+    place where it was raised, or with the whole traceback when ``debug``."""
     if isinstance(error, CrosscutError):
         return error
     if isinstance(error, KeyboardInterrupt):
@@ -121,6 +121,12 @@ def as_failure(error: BaseException, rank: int, world_size: int, timeout: float,
             f"{who} waited more than {timeout:g} s for another rank: {words.splitlines()[0]}",
             code="rank-timeout",
             fix="see which rank printed nothing or is still busy; if it is only slow, raise CROSSCUT_TIMEOUT",
+        )
+    if isinstance(error, RuntimeError) and _BROKEN.search(words) and not debug:
+        return RankError(
+            f"{who} lost its connection to another rank, which ended or was killed ({type(error).__name__})",
+            code="rank-failed",
+            fix="read what that rank printed, or what ended it; CROSSCUT_LOG=debug shows this rank's whole traceback",
         )
     if debug:
         where = "\n" + "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
