@@ -26,6 +26,8 @@ CODES: dict[str, str] = {
     "bad-size": "a layer size, axis or dim that cannot work",
     "file-missing": "a file or directory that is not there",
     "file-unreadable": "a file that is there and cannot be understood",
+    "bad-config": "a config.json that lacks something, or contradicts itself or the weights",
+    "unknown-model": "a model of a family that crosscut has no table for, or cannot split",
     "parameter-missing": "a parameter name that the checkpoint does not hold",
     "extra-missing": "an optional library that this command needs is not installed",
     "port-in-use": "the rendezvous port is taken by another program",

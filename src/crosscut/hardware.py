@@ -1,7 +1,9 @@
 """Peak figures of GPUs and links, from the makers' data sheets, and what NCCL was measured to reach on some of them.
 
 A peak is a limit to compare with, never a measurement. Sources: NVIDIA data sheets of each GPU (dense figures, SXM where a
-form is not named); NVLink generations from the same. A :class:`Reference` is a measurement, and names who made it.
+form is not named); NVLink generations from the same. Memory is the total that nvidia-smi prints, which no data sheet says:
+github.com/modal-labs/modal-client/pull/2797 for H100, A100, A10, L40S and L4, printed listings in public issues for the
+others (RLinf/RLinf#255 for the 4090). A :class:`Reference` is a measurement, and names who made it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from crosscut.errors import choose
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -18,27 +22,34 @@ class Gpu:
 
     key: str
     match: str
-    memory_gb: float
+    memory_mib: int
+    """MiB (2**20 bytes) in all, of which the driver and CUDA take some."""
     memory_gbps: float
     bf16_tflops: float
     nvlink_gbps: float
     pcie_gbps: float
 
 
-# key, a part of the name that the driver reports, memory GB, memory GB/s, dense bf16 TFLOP/s, NVLink and PCIe GB/s one way
+# key, a part of the name that the driver reports, memory MiB, memory GB/s, dense bf16 TFLOP/s, NVLink and PCIe GB/s one way
 GPUS: tuple[Gpu, ...] = (
-    Gpu("b200", "B200", 180, 8000, 2250, 900, 64),
-    Gpu("h200", "H200", 141, 4800, 989, 450, 64),
-    Gpu("h100-pcie", "H100 PCIe", 80, 2000, 756, 0, 64),
-    Gpu("h100-80", "H100", 80, 3350, 989, 450, 64),
-    Gpu("a100-80", "A100-SXM4-80GB", 80, 2039, 312, 300, 32),
-    Gpu("a100-40", "A100-SXM4-40GB", 40, 1555, 312, 300, 32),
-    Gpu("a10", "A10", 24, 600, 125, 0, 32),
-    Gpu("l40s", "L40S", 48, 864, 362, 0, 32),
-    Gpu("l4", "L4", 24, 300, 121, 0, 32),
-    Gpu("4090", "RTX 4090", 24, 1008, 165, 0, 32),
-    Gpu("3090", "RTX 3090", 24, 936, 71, 56, 32),
+    Gpu("b200", "B200", 183359, 8000, 2250, 900, 64),
+    Gpu("h200", "H200", 143771, 4800, 989, 450, 64),
+    Gpu("h100-pcie", "H100 PCIe", 81559, 2000, 756, 0, 64),
+    Gpu("h100-80", "H100", 81559, 3350, 989, 450, 64),
+    Gpu("a100-80", "A100-SXM4-80GB", 81920, 2039, 312, 300, 32),
+    Gpu("a100-40", "A100-SXM4-40GB", 40960, 1555, 312, 300, 32),
+    Gpu("a10", "A10", 23028, 600, 125, 0, 32),
+    Gpu("l40s", "L40S", 46068, 864, 362, 0, 32),
+    Gpu("l4", "L4", 23034, 300, 121, 0, 32),
+    Gpu("4090", "RTX 4090", 24564, 1008, 165, 0, 32),
+    Gpu("3090", "RTX 3090", 24576, 936, 71, 56, 32),
 )
+
+
+def named_gpu(key: str) -> Gpu:
+    """The entry with that key. Raises UsageError (``bad-option``) naming the keys when there is none."""
+    keys = [entry.key for entry in GPUS]
+    return GPUS[keys.index(choose("GPU", key.lower(), keys))]
 
 
 def find_gpu(name: str) -> Gpu | None:

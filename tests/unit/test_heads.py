@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from crosscut.errors import UsageError
 from crosscut.layers.shards import join, take
-from crosscut.sharding import Column, Heads, KVHeads, PackedQKV, QueryHeads
+from crosscut.sharding import Column, GroupedQKV, Heads, KVHeads, PackedQKV, QueryHeads
 from crosscut.sharding.heads import HeadCut
 
 
@@ -52,10 +52,10 @@ def test_kv_heads_are_replicated_only_when_there_are_more_ranks_than_kv_heads(la
     assert sum(map(len, owners)) == sum(len(range(heads.kv_heads)[heads.kv_range(tp, rank)]) for rank in range(tp))
 
 
-@given(layouts(), st.sampled_from([QueryHeads, KVHeads, PackedQKV]), st.integers(0, 1))
+@given(layouts(), st.sampled_from([QueryHeads, KVHeads, PackedQKV, GroupedQKV]), st.integers(0, 1))
 def test_shards_join_to_the_original(layout: tuple[Heads, int], kind: type[HeadCut], dim: int) -> None:
     heads, tp = layout
-    count = {QueryHeads: heads.heads, KVHeads: heads.kv_heads, PackedQKV: heads.heads + 2 * heads.kv_heads}[kind]
+    count = {QueryHeads: heads.heads, KVHeads: heads.kv_heads}.get(kind, heads.heads + 2 * heads.kv_heads)
     cut = kind(heads, dim=dim)
     shape = (count * heads.head_dim, 2) if dim == 0 else (2, count * heads.head_dim)
     full = torch.arange(count * heads.head_dim * 2).reshape(shape)
@@ -74,6 +74,24 @@ def test_packed_rows_are_the_three_weights_cut_each_on_its_own(layout: tuple[Hea
     for rank in range(tp):
         own = [take(q, QueryHeads(heads), tp, rank), take(k, KVHeads(heads), tp, rank), take(v, KVHeads(heads), tp, rank)]
         assert torch.equal(take(torch.cat([q, k, v]), PackedQKV(heads), tp, rank), torch.cat(own))
+
+
+@given(layouts())
+def test_grouped_rows_are_each_kv_heads_own_queries_then_its_k_and_its_v(layout: tuple[Heads, int]) -> None:
+    """A rank's shard, read head by head, is the three weights cut each on its own and put together by group again."""
+    heads, tp = layout
+    group, dim = heads.group_size, heads.head_dim
+    q, k, v = (
+        torch.arange(n * dim).view(n, dim) + 1000 * i for i, n in enumerate((heads.heads, heads.kv_heads, heads.kv_heads))
+    )
+    full = torch.cat([torch.cat([q[g * group : (g + 1) * group], k[g : g + 1], v[g : g + 1]]) for g in range(heads.kv_heads)])
+    for rank in range(tp):
+        queries, own = heads.query_range(tp, rank), heads.kv_range(tp, rank)
+        wanted = []
+        for g in range(own.start, own.stop):
+            mine = [q[n] for n in range(queries.start, queries.stop) if n // group == g]
+            wanted += [*mine, k[g], v[g]]
+        assert torch.equal(take(full.flatten(), GroupedQKV(heads), tp, rank), torch.cat(wanted))
 
 
 def test_known_layouts() -> None:

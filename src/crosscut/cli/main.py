@@ -9,6 +9,7 @@ from rich.console import Console
 
 from crosscut.cli.bench import bench
 from crosscut.cli.convert import convert
+from crosscut.cli.plan import plan
 from crosscut.cli.report import report
 from crosscut.cli.tune import tune
 from crosscut.env import quiet_torch, rank_env, settings
@@ -24,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+app.command()(plan)
 app.command()(tune)
 app.command()(report)
 app.command()(convert)

@@ -6,7 +6,6 @@ through memory for either. Reads ``model.safetensors``, or the files that ``mode
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 
 from crosscut.errors import UsageError, nearest
 from crosscut.models.stream import NAMES
+from crosscut.sharding.headers import INDEX, SINGLE, find_files
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+__all__ = ["INDEX", "SINGLE", "Checkpoint", "parse_source"]
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
@@ -44,22 +43,13 @@ class Checkpoint:
         Raises UsageError ``file-missing`` (no directory, no safetensors in it, or a file that the index names is not
         there) and ``file-unreadable``.
         """
-        root = Path(directory)
-        if not root.is_dir():
-            raise UsageError(
-                f"there is no directory {str(root)!r}", code="file-missing", fix="give a local Hugging Face directory"
-            )
-        if (root / INDEX).is_file():
-            return cls(root, _read_index(root))
-        if (root / SINGLE).is_file():
-            with _opened(root / SINGLE) as file:
-                return cls(root, dict.fromkeys(file.keys(), root / SINGLE))
-        has_gguf = any(root.glob("*.gguf"))
-        raise UsageError(
-            f"{str(root)!r} holds neither {SINGLE} nor {INDEX}",
-            code="file-missing",
-            fix="convert its GGUF file: crosscut convert FILE.gguf DIR" if has_gguf else "save the model as safetensors",
-        )
+        files: dict[str, Path] = {}
+        for path, names in find_files(directory).items():
+            if names is None:
+                with _opened(path) as file:
+                    names = list(file.keys())
+            files |= dict.fromkeys(names, path)
+        return cls(Path(directory), files)
 
     def names(self) -> list[str]:
         """All parameter names, sorted."""
@@ -140,28 +130,6 @@ def parse_source(text: str) -> tuple[Path, str]:
             fix="write DIR:PARAM, for example ./Llama-3-8B:model.layers.0.mlp.up_proj.weight",
         )
     return Path(directory), parameter
-
-
-def _read_index(root: Path) -> dict[str, Path]:
-    """Parameter -> file of a checkpoint in several files, each of which is there."""
-    path = root / INDEX
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): root / file for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{str(path)!r} is not an index of safetensors files: {type(error).__name__}: {error}",
-            code="file-unreadable",
-            fix="download the file again",
-        ) from None
-    missing = sorted({file.name for file in files.values() if not file.is_file()})
-    if missing:
-        raise UsageError(
-            f"{str(root)!r} lacks {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}, which its index names",
-            code="file-missing",
-            fix=f"download the missing files ({len(missing)})",
-        )
-    return files
 
 
 @contextmanager

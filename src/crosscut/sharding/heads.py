@@ -88,18 +88,23 @@ class HeadCut(Cut):
 
     def runs(self, length: int, tp: int, rank: int) -> list[slice]:
         """As :meth:`Cut.runs`. Raises UsageError (``bad-size``) when ``length`` is not that of the heads."""
+        heads = self.heads
+        total = sum(heads.heads if block == "q" else heads.kv_heads for block in self.blocks)
+        if length != total * heads.head_dim:
+            raise UsageError(
+                f"a parameter with {length} features cannot hold {total} heads of {heads.head_dim} ({'+'.join(self.blocks)})",
+                code="bad-size",
+                fix=f"dim {self.dim} must have {total * heads.head_dim} features; check heads, kv_heads and head_dim",
+            )
+        return [slice(run.start * heads.head_dim, run.stop * heads.head_dim) for run in self.head_runs(tp, rank)]
+
+    def head_runs(self, tp: int, rank: int) -> list[slice]:
+        """The heads of rank ``rank`` as runs of the heads that are stored, all blocks counted through."""
         heads, runs, start = self.heads, [], 0
         for block in self.blocks:
-            query = block == "q"
-            mine = heads.query_range(tp, rank) if query else heads.kv_range(tp, rank)
-            runs.append(slice((start + mine.start) * heads.head_dim, (start + mine.stop) * heads.head_dim))
-            start += heads.heads if query else heads.kv_heads
-        if length != start * heads.head_dim:
-            raise UsageError(
-                f"a parameter with {length} features cannot hold {start} heads of {heads.head_dim} ({'+'.join(self.blocks)})",
-                code="bad-size",
-                fix=f"dim {self.dim} must have {start * heads.head_dim} features; check heads, kv_heads and head_dim",
-            )
+            mine = heads.query_range(tp, rank) if block == "q" else heads.kv_range(tp, rank)
+            runs.append(slice(start + mine.start, start + mine.stop))
+            start += heads.heads if block == "q" else heads.kv_heads
         return runs
 
 
@@ -122,3 +127,23 @@ class PackedQKV(HeadCut):
     """q, k and v stored as one, ``[(N+2K)*D, H]`` with all of q first: each is cut on its own, between its heads."""
 
     blocks: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+
+
+@dataclass(frozen=True)
+class GroupedQKV(HeadCut):
+    """q, k and v stored as one, by KV head: ``[K, N/K q heads and one k and one v, D]`` along the cut dim.
+
+    GPT-NeoX's ``[N, 3, D]`` (K = N), Falcon-7b's ``[N q, k, v]`` (K = 1) and Falcon-40b's groups are all of this kind. A rank
+    holds of each KV head it needs its own query heads, then the k and the v.
+    """
+
+    blocks: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+
+    def head_runs(self, tp: int, rank: int) -> list[slice]:
+        heads, group = self.heads, self.heads.group_size
+        queries, runs = heads.query_range(tp, rank), []
+        for kv in range(*heads.kv_range(tp, rank).indices(heads.kv_heads)):
+            first, start = kv * group, kv * (group + 2)
+            mine = slice(max(queries.start, first) - first + start, min(queries.stop, first + group) - first + start)
+            runs += [mine, slice(start + group, start + group + 2)]
+        return runs

@@ -1,0 +1,200 @@
+"""A checkpoint described before anything of it is read: every tensor's name in the model, place, shape and size.
+
+Reads config.json and safetensors headers. Where there are no weights yet, the family's table says what they will be.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from crosscut.errors import UsageError, choose
+from crosscut.model_config import CONFIG, ModelConfig
+from crosscut.sharding.cut import Replicated
+from crosscut.sharding.families import FAMILIES
+from crosscut.sharding.family import Family, Place, Rule, cut_of, place
+from crosscut.sharding.guess import guess
+from crosscut.sharding.headers import BITS, FLOATS, INDEX, Stored, read_headers
+from crosscut.sharding.roles import Role
+from crosscut.sharding.shapes import expected, parameters
+
+DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""safetensors' names of the dtypes that weights are loaded in."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of the model. ``stored`` is where it lies, None when there are no weights yet."""
+
+    place: Place
+    shape: tuple[int, ...]
+    dtype: str
+    """safetensors' name of the dtype it will have in memory."""
+    stored: Stored | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as config and headers describe it."""
+
+    config: ModelConfig
+    family: Family
+    tensors: tuple[Tensor, ...]
+    dtype: str
+    """safetensors' name of the dtype of activations and KV cache: what most of the weights have."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def from_config(self) -> bool:
+        """There are no weights: shapes are computed from the config."""
+        return all(tensor.stored is None for tensor in self.tensors)
+
+
+def describe(directory: str | Path, dtype: str | None = None, accept_guess: bool = False) -> Model:
+    """Describe the checkpoint in ``directory``, its floating-point weights converted to ``dtype`` (``'bfloat16'``) if given.
+
+    ``accept_guess``: a model_type without a table gets a plan made from names and shapes. Raises UsageError: as
+    :meth:`ModelConfig.from_dir` and :func:`read_headers`; ``unknown-model`` (no table, or a config that cannot be split);
+    ``bad-dtype`` (quantized weights, an unknown ``dtype``); ``bad-config`` (a shape that contradicts the config);
+    ``parameter-missing`` (a parameter that no rule matches, or one that the checkpoint lacks).
+    """
+    config = ModelConfig.from_dir(directory)
+    _refuse_quantized(config)
+    stored = _headers(directory)
+    family = _family(config, stored, accept_guess)
+    reason = family.refuse(config) if family.refuse else None
+    if reason:
+        raise UsageError(
+            f"the model in {str(directory)!r} ({config.model_type}) has {reason}, which crosscut does not split",
+            code="unknown-model",
+            fix="run it on one device, or register a table of your own (docs/models.md)",
+        )
+    target = DTYPES[choose("dtype", dtype, DTYPES, code="bad-dtype")] if dtype else None
+    if stored is None:
+        return _from_config(config, family, target)
+    tensors, notes = _from_headers(config, family, stored, target)
+    if family.exact:
+        _refuse_missing(config, family, {tensor.place.name for tensor in tensors}, str(directory))
+    weight = Counter[str]()
+    for tensor in tensors:
+        weight[tensor.dtype] += _numel(tensor.shape)
+    main = next((name for name, _ in weight.most_common() if name in FLOATS), "BF16")
+    return Model(config, family, tuple(tensors), main, tuple(notes))
+
+
+def _headers(directory: str | Path) -> dict[str, Stored] | None:
+    """The headers, None when the directory has no weights at all."""
+    root = Path(directory)
+    found = (root / INDEX).exists() or any(root.glob("*.safetensors"))
+    return read_headers(root) if found else None
+
+
+def _family(config: ModelConfig, stored: Mapping[str, Stored] | None, accept_guess: bool) -> Family:
+    if accept_guess and stored is not None and FAMILIES.find(config.model_type) is None:
+        return guess(config, {name: tensor.shape for name, tensor in stored.items()})
+    return FAMILIES.of(config)
+
+
+def _refuse_quantized(config: ModelConfig) -> None:
+    method = config.raw.get("quantization_config")
+    if method:
+        name = method.get("quant_method", "an unknown method") if isinstance(method, Mapping) else method
+        raise UsageError(
+            f"the weights are quantized ({name}), which crosscut does not split",
+            code="bad-dtype",
+            fix="use the checkpoint in bfloat16, float16 or float32",
+        )
+
+
+def _from_config(config: ModelConfig, family: Family, target: str | None) -> Model:
+    if not family.exact:
+        raise UsageError(
+            f"there are no weights, and the table of {family.name!r} does not say what shapes they have",
+            code="file-missing",
+            fix="download the safetensors files too",
+        )
+    dtype = target or DTYPES.get(config.dtype or "", "BF16")
+    notes = ["no weights found: every figure is computed from config.json"]
+    if not target and config.dtype not in DTYPES:
+        notes.append("config.json names no dtype: bfloat16 is assumed")
+    tensors = [Tensor(cut_of(config, family, name, shape), shape, dtype) for name, shape in parameters(config, family)]
+    return Model(config, family, tuple(tensors), dtype, tuple(notes))
+
+
+def _from_headers(
+    config: ModelConfig, family: Family, stored: Mapping[str, Stored], target: str | None
+) -> tuple[list[Tensor], list[str]]:
+    tensors, unmatched, ignored, wrong = [], [], [], []
+    for tensor in stored.values():
+        name = family.name_in_model(tensor.name)
+        rule = family.find(name)
+        dtype = target if target and tensor.dtype in FLOATS else tensor.dtype
+        if family.is_ignored(tensor.name, config.layers):
+            ignored.append(tensor.name)
+        elif family.is_buffer(name):
+            tensors.append(Tensor(Place(name, Role.REPLICATED, Replicated()), tensor.shape, dtype, tensor))
+        elif rule is None:
+            unmatched.append(tensor.name)
+        elif rule.role is Role.LM_HEAD and config.tied:
+            ignored.append(tensor.name)  # the embedding serves
+        elif problem := _contradiction(config, family, rule, name, tensor.shape):
+            wrong.append(problem)
+        else:
+            tensors.append(Tensor(place(config, rule, name, tensor.shape), tensor.shape, dtype, tensor))
+    _refuse(family, unmatched, wrong)
+    return tensors, [f"not loaded: {_some(ignored)}"] if ignored else []
+
+
+def _contradiction(config: ModelConfig, family: Family, rule: Rule, name: str, shape: tuple[int, ...]) -> str | None:
+    if not family.exact:
+        return None
+    wanted = expected(config, rule, name)
+    return None if wanted == shape else f"{name} is {list(shape)}, and by {CONFIG} it would be {list(wanted)}"
+
+
+def _refuse(family: Family, unmatched: list[str], wrong: list[str]) -> None:
+    if wrong:
+        more = f" ({len(wrong)} such tensors)" if len(wrong) > 1 else ""
+        raise UsageError(
+            f"{CONFIG} and the weights contradict each other: {wrong[0]}{more}",
+            code="bad-config",
+            fix=f"take {CONFIG} and the weights from one and the same revision",
+        )
+    if unmatched:
+        raise UsageError(
+            f"no rule of the family {family.name!r} matches {_some(unmatched)}",
+            code="parameter-missing",
+            fix=f"check that {CONFIG} belongs to the weights, or register a table of your own (docs/models.md)",
+        )
+
+
+def _refuse_missing(config: ModelConfig, family: Family, found: set[str], where: str) -> None:
+    missing = []
+    for name, _ in parameters(config, family):
+        parts = family.stored_parts(name, config.experts) or []
+        if name not in found and not (parts and all(part in found for expert in parts for part in expert)):
+            missing.append(name)
+    if missing:
+        raise UsageError(
+            f"{where!r} lacks {_some(missing)}, which a model of this config has",
+            code="parameter-missing",
+            fix=f"check that all files are there, and that {CONFIG} belongs to the weights",
+        )
+
+
+def nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Bytes of a tensor of ``shape`` and safetensors' ``dtype``."""
+    return _numel(shape) * BITS[dtype] // 8
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _some(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
