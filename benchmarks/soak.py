@@ -1,8 +1,9 @@
 """A million collectives of mixed kinds, sizes and types on virtual ranks of one GPU: not one wrong element may come out.
 
 Two groups share the ranks' streams. Each rank replays its own CUDA graphs, with random delays between them and eager calls
-in between; inputs change with every call, on the GPU, so that data of an earlier call shows as an error. Every element
-of every output is compared on the GPU.
+in between, some of those from a second stream. A third of the calls, in graphs and outside, are started on the group's side
+stream and waited for after the call that follows. Inputs change with every call, on the GPU, so that data of an earlier call
+shows as an error. Every element of every output is compared on the GPU.
 
 Run: PYTHONPATH=src python benchmarks/soak.py --calls 1000000 --out benchmarks/results/FILE.json
 """
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
 from virtual_ranks import VirtualRanks
 
 from crosscut.kernels.exchange import Exchange
+from crosscut.kernels.order import Aside
 from crosscut.records import Hardware, Row, RunRecord, base_versions, now, source_commit
 
 KINDS = (
@@ -43,6 +45,7 @@ class Slot:
     def __init__(self, roll: dice.Random, group: VirtualRanks, rank: int, number: int) -> None:
         self.op, self.algorithm = roll.choice(KINDS)
         self.group, self.rank, self.root = group, rank, number % group.size
+        self.started = roll.random() < 1 / 3
         size, dtype = roll.choice(SIZES), roll.choice((torch.bfloat16, torch.float16, torch.float32))
         parts = group.size if self.op in ("reduce_scatter", "all_to_all") else 1
         places = torch.arange(parts * size, device="cuda")
@@ -62,28 +65,50 @@ class Slot:
         mine = self.everyone[:, self.rank]
         return mine.float().sum(0, keepdim=True) if self.op == "reduce_scatter" else mine
 
-    def call(self, wrong: Tensor) -> None:
+    def issue(self) -> Aside | None:
+        """Move the inputs on and call. What to wait for, None when the call is not started aside."""
         for tensor in (self.x, self.everyone):
             tensor.add_(1).remainder_(MODULUS)
+        if not self.started:
+            self._call()
+            return None
+        begun = self.group.ranks[self.rank].aside(self._call, self.x)
+        assert begun is not None
+        return begun[1]
+
+    def check(self, wrong: Tensor) -> None:
+        wrong.add_((self.out != self.expected()).sum())
+
+    def _call(self) -> Tensor:
         exchange: Exchange = self.group.ranks[self.rank]
         if self.op == "all_reduce":
-            exchange.all_reduce(self.x, self.out, "sum", self.algorithm)
-        elif self.op == "all_gather":
-            exchange.all_gather(self.x, self.out, self.algorithm)
-        elif self.op == "reduce_scatter":
-            exchange.reduce_scatter(self.x, self.out, "sum", self.algorithm)
-        elif self.op == "broadcast":
-            exchange.broadcast(self.x, self.out, self.root, self.algorithm)
-        else:
-            exchange.all_to_all(self.x, self.out, self.algorithm)
-        wrong.add_((self.out != self.expected()).sum())
+            return exchange.all_reduce(self.x, self.out, "sum", self.algorithm)
+        if self.op == "all_gather":
+            return exchange.all_gather(self.x, self.out, self.algorithm)
+        if self.op == "reduce_scatter":
+            return exchange.reduce_scatter(self.x, self.out, "sum", self.algorithm)
+        if self.op == "broadcast":
+            return exchange.broadcast(self.x, self.out, self.root, self.algorithm)
+        return exchange.all_to_all(self.x, self.out, self.algorithm)
+
+
+def play(slots: list[Slot], wrong: Tensor) -> None:
+    """Call them in order; each is waited for and checked after the next one has been issued."""
+    late: tuple[Slot, Aside | None] | None = None
+    for slot in [*slots, None]:
+        issued = None if slot is None else (slot, slot.issue())
+        if late is not None:
+            if late[1] is not None:
+                late[1].wait()
+            late[0].check(wrong)
+        late = issued
 
 
 def soak(world: int, calls: int, seed: int) -> tuple[int, int, float]:
     """(calls made, wrong elements, seconds) of ``world`` ranks."""
     roll = dice.Random(seed)
     groups = [VirtualRanks(world, deadline=30), VirtualRanks(world, deadline=30)]
-    streams = groups[0].streams
+    streams, others = groups[0].streams, [torch.cuda.Stream() for _ in range(world)]
     slots_per_graph, graphs_per_rank = 24, 3
     plans = [[roll.randrange(1 << 30) for _ in range(slots_per_graph)] for _ in range(graphs_per_rank)]
     wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(world)]
@@ -94,7 +119,7 @@ def soak(world: int, calls: int, seed: int) -> tuple[int, int, float]:
         for place in range(slots_per_graph):
             for rank in range(world):
                 with torch.cuda.stream(streams[rank]):
-                    slots[rank][number][place].call(wrong[rank])
+                    play([slots[rank][number][place]], wrong[rank])
             torch.cuda.synchronize()
     graphs: list[list[torch.cuda.CUDAGraph]] = []
     for rank in range(world):
@@ -102,24 +127,29 @@ def soak(world: int, calls: int, seed: int) -> tuple[int, int, float]:
         for number in range(graphs_per_rank):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=streams[rank]):
-                for slot in slots[rank][number]:
-                    slot.call(wrong[rank])
+                play(slots[rank][number], wrong[rank])
             mine.append(graph)
         graphs.append(mine)
     torch.cuda.synchronize()
     made, start, step = graphs_per_rank * slots_per_graph, time.monotonic(), 0
     while made < calls:
         number = roll.randrange(graphs_per_rank)
-        eager = step % 40 == 0
+        eager, first = step % 20 == 0, roll.randrange(slots_per_graph - 2)
+        elsewhere = step % 40 == 0
         for rank in roll.sample(range(world), world):
             with torch.cuda.stream(streams[rank]):
                 if roll.random() < 0.2:
                     torch.cuda._sleep(roll.randrange(100_000))
                 if eager:
-                    slots[rank][number][step % slots_per_graph].call(wrong[rank])
+                    here = torch.cuda.current_stream()
+                    there = others[rank] if elsewhere else here
+                    there.wait_stream(here)
+                    with torch.cuda.stream(there):
+                        play(slots[rank][number][first : first + 3], wrong[rank])
+                    here.wait_stream(there)
                 else:
                     graphs[rank][number].replay()
-        made += 1 if eager else slots_per_graph
+        made += 3 if eager else slots_per_graph
         step += 1
         if step % 20 == 0:
             torch.cuda.synchronize()  # a few dozen graphs in flight, not thousands

@@ -54,12 +54,18 @@ class Settings:
 
     timeout: float = 60.0
     """CROSSCUT_TIMEOUT: seconds any single wait may take (a start, a collective) before it becomes an error."""
+    kernel_timeout: float = 30.0
+    """CROSSCUT_KERNEL_TIMEOUT: the same inside crosscut's kernels, once they have run; unset, at most ``timeout``."""
     collectives: str = "auto"
     """CROSSCUT_COLLECTIVES: auto; nccl (never crosscut's kernels); kernels (always, an error where they cannot run)."""
     commit: str | None = None
     """CROSSCUT_COMMIT: what a record says of the source when crosscut runs from a copy without its git history."""
     log: str = "warning"
     """CROSSCUT_LOG: debug, info, warning or error: how much a run says on standard error."""
+    schedule: str = "auto"
+    """CROSSCUT_SCHEDULE: auto; plain (multiply, then communicate); pieces or pieces:N, N up to 16 (communicate under it)."""
+    matmul: str = "auto"
+    """CROSSCUT_MATMUL: auto; cublas; skinny (for few tokens without gradients, wherever that kernel can run)."""
 
 
 def settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -73,27 +79,47 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
                 code="bad-env",
                 fix=f"unset it, or use one of: {', '.join(names)}",
             )
-    timeout = environ.get("CROSSCUT_TIMEOUT", str(Settings.timeout))
-    try:
-        seconds = float(timeout)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds <= 86400:
-        raise UsageError(
-            f"CROSSCUT_TIMEOUT={timeout!r} is not a number of seconds",
-            code="bad-env",
-            fix="set it to seconds, above 0 and at most 86400",
-        )
+    timeout = _seconds(environ, "CROSSCUT_TIMEOUT", Settings.timeout)
 
     def one_of(name: str, otherwise: str, *allowed: str) -> str:
         return choose(name, environ.get(name, otherwise).lower(), allowed, code="bad-env")
 
     return Settings(
-        timeout=seconds,
+        timeout=timeout,
+        kernel_timeout=_seconds(environ, "CROSSCUT_KERNEL_TIMEOUT", min(Settings.kernel_timeout, timeout)),
         commit=environ.get("CROSSCUT_COMMIT") or None,
         collectives=one_of("CROSSCUT_COLLECTIVES", Settings.collectives, "auto", "nccl", "kernels"),
         log=one_of("CROSSCUT_LOG", Settings.log, "debug", "info", "warning", "error"),
+        schedule=_schedule(environ.get("CROSSCUT_SCHEDULE", Settings.schedule).lower()),
+        matmul=one_of("CROSSCUT_MATMUL", Settings.matmul, "auto", "cublas", "skinny"),
     )
+
+
+def _schedule(value: str) -> str:
+    if re.fullmatch(r"pieces:([1-9]|1[0-6])", value):
+        return value
+    return choose("CROSSCUT_SCHEDULE", value, ("auto", "plain", "pieces", "pieces:2"), code="bad-env")
+
+
+def _seconds(environ: Mapping[str, str], name: str, otherwise: float) -> float:
+    given = environ.get(name, str(otherwise))
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= 86400:
+        raise UsageError(
+            f"{name}={given!r} is not a number of seconds",
+            code="bad-env",
+            fix="set it to seconds, above 0 and at most 86400",
+        )
+    return seconds
+
+
+def socket_folder(environ: Mapping[str, str] | None = None) -> str:
+    """Where torch's symmetric memory puts the sockets over which the ranks of a host hand memory to each other."""
+    environ = os.environ if environ is None else environ
+    return next((environ[name] for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if name in environ), "/tmp")
 
 
 @dataclass(frozen=True)

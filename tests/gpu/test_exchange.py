@@ -310,6 +310,20 @@ def test_a_rank_that_never_calls_is_named_before_the_deadline_twice_over(world: 
     group.ranks[world - 1].workspace.check()
 
 
+def test_the_first_launch_of_a_kernel_waits_longer() -> None:
+    """A peer may still compile it. The error names the deadline that held."""
+    xs = random(2, (9000,), torch.bfloat16)
+    for warm, seconds in ((False, 1.5), (True, 0.4)):
+        group = VirtualRanks(2, deadline=0.4, first=1.5)
+        for algorithm in ("lanes", "blocks") if warm else ("blocks",):
+            group.run(lambda exchange, rank, a=algorithm: exchange.all_reduce(xs[rank], poisoned(xs[rank]), "sum", a))
+        start = time.monotonic()
+        group.run(lambda exchange, rank: exchange.all_reduce(xs[rank], poisoned(xs[rank])), only=[0])
+        assert seconds - 0.1 < time.monotonic() - start < seconds + 0.5
+        with pytest.raises(CollectiveTimeout, match=f"waited more than {seconds:g} s in all_reduce"):
+            group.ranks[0].workspace.check()
+
+
 def test_a_late_rank_is_waited_for() -> None:
     group = VirtualRanks(2, deadline=5)
     xs = random(2, (9000,), torch.bfloat16)

@@ -22,11 +22,18 @@ class VirtualRanks:
     waits for the running kernels, and those wait for ranks whose turn has not come).
     """
 
-    def __init__(self, size: int, deadline: float = 20.0, grid: int | None = None, layout: Layout | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        deadline: float = 20.0,
+        grid: int | None = None,
+        layout: Layout | None = None,
+        first: float | None = None,
+    ) -> None:
         self.size = size
         self.device = torch.device("cuda", 0)
         self.streams = [torch.cuda.Stream(self.device) for _ in range(size)]
-        workspaces = virtual_workspaces(size, self.device, deadline, layout)
+        workspaces = virtual_workspaces(size, self.device, deadline, layout, first)
         self.ranks = [Exchange(workspace, self.device, grid or 64 // size) for workspace in workspaces]
 
     def run(self, fn: Callable[[Exchange, int], Any], only: list[int] | None = None) -> list[Any]:

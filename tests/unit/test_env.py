@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crosscut.env import RankEnv, first_host, omp_threads_given, rank_env, settings
+from crosscut.env import RankEnv, first_host, omp_threads_given, rank_env, settings, socket_folder
 from crosscut.errors import UsageError
 
 THERE = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
@@ -187,11 +187,32 @@ def test_settings() -> None:
         ({"CROSSCUT_TIMOUT": "5"}, "did you mean 'CROSSCUT_TIMEOUT'"),
         ({"CROSSCUT_TIMEOUT": "soon"}, "not a number of seconds"),
         ({"CROSSCUT_TIMEOUT": "0"}, "not a number of seconds"),
+        ({"CROSSCUT_KERNEL_TIMEOUT": "-1"}, "CROSSCUT_KERNEL_TIMEOUT='-1' is not a number of seconds"),
         ({"CROSSCUT_LOG": "loud"}, "'loud' is not known"),
     ):
         with pytest.raises(UsageError, match=words) as caught:
             settings(environ)
         assert caught.value.code == "bad-env"
+
+
+@pytest.mark.parametrize(
+    ("environ", "seconds"),
+    [
+        ({}, 30),
+        ({"CROSSCUT_TIMEOUT": "300"}, 30),
+        ({"CROSSCUT_TIMEOUT": "3"}, 3),  # nothing waits longer than the user allows
+        ({"CROSSCUT_TIMEOUT": "3", "CROSSCUT_KERNEL_TIMEOUT": "9"}, 9),  # but for what the user says of kernels alone
+        ({"CROSSCUT_KERNEL_TIMEOUT": "120"}, 120),
+    ],
+)
+def test_the_deadline_of_kernels(environ: dict[str, str], seconds: float) -> None:
+    assert settings(environ).kernel_timeout == seconds
+
+
+def test_the_folder_of_torchs_sockets() -> None:
+    assert socket_folder({}) == "/tmp"
+    assert socket_folder({"TEMP": "/b", "TMP": "/a"}) == "/a"
+    assert socket_folder({"TEMP": "/b", "TMPDIR": "/c"}) == "/c"
 
 
 def test_omp_threads() -> None:

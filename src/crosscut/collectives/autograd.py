@@ -37,6 +37,7 @@ def reduce_from_tp(x: Tensor, group: Group, overwrite: bool = False) -> Tensor:
     """
     if group.size == 1:
         return x
+    overwrite = overwrite and not torch.compiler.is_dynamo_compiling()  # the compiler plans memory itself
     return _Reduce.apply(x, group, overwrite) if _tracked(x) else all_reduce(x, group, out=x if overwrite else None)
 
 

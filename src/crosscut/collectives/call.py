@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Concatenate, Generic, ParamSpec
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from crosscut.collectives.fast import aside
 from crosscut.distributed.mesh import Group
 
 P = ParamSpec("P")
@@ -37,12 +39,19 @@ class Plan:
     detail: str = ""
 
 
+class Work(Protocol):
+    """What can be waited for: NCCL's, gloo's or the kernels' handle of a call under way."""
+
+    def wait(self) -> Any:
+        """Let the current stream (or, without one, the caller) go on after the call."""
+
+
 class Pending:
     """A collective under way. ``wait()`` makes the result safe to use on the current stream and returns it, once or often."""
 
     __slots__ = ("_finish", "_keep", "_result", "_work")
 
-    def __init__(self, work: dist.Work | None, finish: Callable[[], Tensor], keep: tuple[Tensor, ...]) -> None:
+    def __init__(self, work: Work | None, finish: Callable[[], Tensor], keep: tuple[Tensor, ...]) -> None:
         self._work = work
         self._finish: Callable[[], Tensor] | None = finish
         self._keep = keep  # buffers that must outlive the operation
@@ -62,34 +71,51 @@ class Pending:
 class Collective(Generic[P]):
     """A collective operation: call it for the result, or ``start`` it for a :class:`Pending`.
 
-    ``fast`` is tried first by a call: it gives the result, or None to leave the operation to the plan.
+    ``fast`` is tried first: it gives the result, or None to leave the operation to the plan. ``traced`` is what a call is
+    while ``torch.compile`` traces it (compiled.py); None where the operation cannot be traced.
     """
 
     def __init__(
-        self, plan: Callable[Concatenate[Tensor, Group, P], Plan], fast: Callable[Concatenate[Tensor, Group, P], Tensor | None]
+        self,
+        plan: Callable[Concatenate[Tensor, Group, P], Plan],
+        fast: Callable[Concatenate[Tensor, Group, P], Tensor | None] | None = None,
+        traced: Callable[Concatenate[Tensor, Group, P], Tensor] | None = None,
     ) -> None:
-        self._plan, self._fast = plan, fast
+        self._plan, self._fast, self._traced = plan, fast, traced
         self.__name__ = plan.__name__
         self.__doc__ = plan.__doc__
 
     def __call__(self, x: Tensor, group: Group, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        if is_dynamo_compiling() and self._traced is not None:
+            return self._traced(x, group, *args, **kwargs)
         if group.observer is not None:
             return self._observed(x, group, *args, **kwargs)
-        result = self._fast(x, group, *args, **kwargs)
+        result = None if self._fast is None else self._fast(x, group, *args, **kwargs)
         return _issue(self._plan(x, group, *args, **kwargs), False).wait() if result is None else result
 
     def start(self, x: Tensor, group: Group, *args: P.args, **kwargs: P.kwargs) -> Pending:
-        """Issue the operation and return at once."""
-        plan = self._plan(x, group, *args, **kwargs)
-        token = self._begin(plan)
-        pending = _issue(plan, True)
-        self._end(plan, token)
+        """Issue the operation and return at once. Other work may run meanwhile; ``x`` and ``out`` must be left alone.
+
+        Where the kernels carry the call, they do it on a stream of the group's own; else NCCL or gloo do.
+        """
+        if is_dynamo_compiling() and self._traced is not None:
+            result = self._traced(x, group, *args, **kwargs)
+            return Pending(None, lambda: result, ())
+        plan = None if group.observer is None else self._plan(x, group, *args, **kwargs)
+        token = 0 if plan is None else self._begin(plan)
+        begun = None if self._fast is None else aside(self._fast, x, group, args, kwargs)
+        if begun is None:
+            pending = _issue(plan or self._plan(x, group, *args, **kwargs), True)
+        else:
+            pending = _pending(*begun)
+        if plan is not None:
+            self._end(plan, token)
         return pending
 
     def _observed(self, x: Tensor, group: Group, *args: P.args, **kwargs: P.kwargs) -> Tensor:
         plan = self._plan(x, group, *args, **kwargs)
         token = self._begin(plan)
-        result = self._fast(x, group, *args, **kwargs)
+        result = None if self._fast is None else self._fast(x, group, *args, **kwargs)
         if result is None:
             result = _issue(plan, False).wait()
         self._end(plan, token)
@@ -107,15 +133,19 @@ class Collective(Generic[P]):
 
 
 def collective(
-    fast: Callable[Concatenate[Tensor, Group, P], Tensor | None],
+    fast: Callable[Concatenate[Tensor, Group, P], Tensor | None], traced: Callable[Concatenate[Tensor, Group, P], Tensor]
 ) -> Callable[[Callable[Concatenate[Tensor, Group, P], Plan]], Collective[P]]:
     """Decorator: a function that returns a :class:`Plan` becomes a :class:`Collective` with the same arguments."""
-    return lambda plan: Collective(plan, fast)
+    return lambda plan: Collective(plan, fast, traced)
 
 
 def plain_collective(plan: Callable[Concatenate[Tensor, Group, P], Plan]) -> Collective[P]:
-    """As :func:`collective`, for an operation that has no fast way."""
-    return Collective(plan, lambda x, group, *args, **kwargs: None)
+    """As :func:`collective`, for an operation that has no fast way and that ``torch.compile`` does not trace."""
+    return Collective(plan)
+
+
+def _pending(result: Tensor, work: Work) -> Pending:
+    return Pending(work, lambda: result, ())
 
 
 def _issue(plan: Plan, async_op: bool) -> Pending:

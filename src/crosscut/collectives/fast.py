@@ -7,7 +7,8 @@ because all see the same shapes, the same table and the same agreement on whethe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,15 +16,35 @@ from torch import Tensor
 
 from crosscut.collectives.select import Choice, Table, explain, table_for
 from crosscut.distributed.mesh import Group
-from crosscut.env import settings
+from crosscut.env import Settings, settings, socket_folder
 from crosscut.errors import UsageError
-from crosscut.kernels.exchange import REDUCTIONS, TYPES, Exchange
+from crosscut.kernels.exchange import MOST_PREPARED, REDUCTIONS, TYPES, Exchange, Prepared
 from crosscut.kernels.launch import RANKS
-from crosscut.kernels.workspace import shared_workspace
+from crosscut.kernels.order import Aside
+from crosscut.kernels.trial import SECONDS, prove
+from crosscut.kernels.workspace import host_identity, shared_workspace
 
 _KEY = "fast"
+_new = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+"""Inductor's own way to make a tensor on the current GPU, past the dispatcher: 0.7 us less than torch.empty_like."""
 _SUM = dist.AllreduceOptions()  # a sum, on the caller's stream
 _SUM.asyncOp = False
+
+
+class Reduction(NamedTuple):
+    """What an all-reduce of one dtype, shape and op needs: the kernel's launch, and how its result is laid out."""
+
+    launch: Prepared
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: int | None
+
+    def result(self, x: Tensor) -> Tensor:
+        """Memory for the result, like ``x``."""
+        if _new is None or torch._C._cuda_getDevice() != self.device:
+            return torch.empty_like(x)
+        made: Tensor = _new(self.shape, self.stride, x.dtype)
+        return made
 
 
 class Fast:
@@ -32,6 +53,22 @@ class Fast:
     def __init__(self, exchange: Exchange, table: Table) -> None:
         self.exchange, self.table = exchange, table
         self._known: dict[tuple[str, int, int], str | None] = {}
+        self.reductions: dict[tuple[torch.dtype, torch.Size, str], Reduction | None] = {}
+        """All-reduces of contiguous tensors seen so far, by dtype, shape and op; None is for NCCL."""
+
+    def reduction(self, x: Tensor, op: str) -> Reduction | None:
+        """The entry of ``reductions`` for the first all-reduce of its kind."""
+        algorithm = None
+        if x.dtype in TYPES and op in REDUCTIONS:
+            algorithm = self.algorithm("all_reduce", x.nbytes, x.nbytes)
+        if len(self.reductions) >= MOST_PREPARED:
+            self.reductions.clear()
+        found = None
+        if algorithm is not None:
+            launch = self.exchange.reduction(x.dtype, x.nbytes, op, algorithm)
+            found = Reduction(launch, tuple(x.shape), x.stride(), self.exchange.device.index)
+        self.reductions[x.dtype, x.shape, op] = found
+        return found
 
     def algorithm(self, op: str, nbytes: int, part: int) -> str | None:
         """The algorithm for a tensor of ``nbytes`` with parts of ``part``; None when NCCL serves better."""
@@ -64,23 +101,35 @@ def choice(op: str, nbytes: int, group: Group) -> Choice:
 
 
 def _build(group: Group) -> tuple[Fast | None, str]:
-    wanted = settings().collectives
-    why = _obstacle(group, wanted)
+    chosen = settings()
+    why = _obstacle(group, chosen.collectives)
     if group.process_group is None or group.device.type != "cuda":
         return None, why
-    if not _all_agree(group, why == ""):
-        return None, why or "another rank of the group cannot use the kernels"
+    why = _first_reason(_everyone(group, why)) or _apart(_everyone(group, host_identity(socket_folder())))
+    if why:
+        return None, why
+    exchange, why = _opened(group, chosen)
+    why = _first_reason(_everyone(group, why))
+    if exchange is not None and not why:
+        why = prove(exchange, lambda finding: _everyone(group, finding), min(SECONDS, chosen.kernel_timeout))
+    if exchange is None or why:
+        if exchange is not None:
+            exchange.workspace.close()
+        if chosen.collectives == "kernels":
+            raise UsageError(why, code="no-backend", fix="unset CROSSCUT_COLLECTIVES, or set it to nccl")
+        return None, why
+    return Fast(exchange, table_for(machine(exchange.device), group.size)), ""
+
+
+def _opened(group: Group, chosen: Settings) -> tuple[Exchange | None, str]:
+    """The group's kernels over new shared memory, or None and why there is none."""
+    assert group.process_group is not None
     device = torch.device("cuda", group.device.index if group.device.index is not None else torch.cuda.current_device())
     try:
-        workspace = shared_workspace(group.axis, group.process_group, device, settings().timeout)
+        workspace = shared_workspace(group.axis, group.process_group, device, chosen.kernel_timeout, chosen.timeout)
     except RuntimeError as error:
-        workspace, why = None, f"the GPUs share no memory: {str(error).splitlines()[0]}"
-    if not _all_agree(group, workspace is not None):
-        if wanted == "kernels":
-            raise UsageError(why, code="no-backend", fix="unset CROSSCUT_COLLECTIVES, or set it to nccl")
-        return None, why or "another rank of the group could not map the shared memory"
-    assert workspace is not None
-    return Fast(Exchange(workspace, device), table_for(machine(device), group.size)), ""
+        return None, f"the GPUs share no memory: {str(error).splitlines()[0]}"
+    return Exchange(workspace, device), ""
 
 
 def _obstacle(group: Group, wanted: str) -> str:
@@ -104,17 +153,29 @@ def _obstacle(group: Group, wanted: str) -> str:
     return ""
 
 
-def _all_agree(group: Group, mine: bool) -> bool:
-    """Whether ``mine`` holds on every rank, and all are on one host."""
-    import socket
-    import zlib
+def _everyone(group: Group, mine: str) -> list[str]:
+    """Every rank's string, over the process group."""
+    said: list[Any] = [None] * group.size
+    dist.all_gather_object(said, mine, group=group.process_group)
+    return [str(word) for word in said]
 
-    host = zlib.crc32(socket.gethostname().encode()) & 0x7FFFFFFF
-    device = "cpu" if group.backend == "gloo" else group.device
-    vote = torch.tensor([int(mine), host, -host], dtype=torch.int64, device=device)
-    dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group.process_group)
-    agreed, low, high = vote.tolist()
-    return bool(agreed) and low == -high
+
+def _first_reason(reasons: list[str]) -> str:
+    """One reason for all ranks: the first one given, with its rank unless all give it."""
+    if len(set(reasons)) == 1:
+        return reasons[0]
+    return next(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
+
+
+def _apart(identities: list[str]) -> str:
+    """Why ranks with these :func:`host_identity` cannot share memory; the empty string when they can."""
+    boots = [identity.partition(" ")[0] for identity in identities]
+    for rank, (boot, identity) in enumerate(zip(boots, identities, strict=True)):
+        if boot != boots[0]:
+            return f"rank {rank} is on another host than rank 0"
+        if identity != identities[0]:
+            return f"rank {rank} is in another container than rank 0 (process ids or temporary folder are not shared)"
+    return ""
 
 
 def machine(device: torch.device) -> list[str]:
@@ -126,16 +187,28 @@ def machine(device: torch.device) -> list[str]:
 # ------------------------------------------------------------------------------------------ one function a collective
 
 
+def aside(
+    call: Callable[..., Tensor | None], x: Tensor, group: Group, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Tensor, Aside] | None:
+    """``call``, one of the functions below, with its kernel on the group's side stream; None to leave it to NCCL."""
+    found = fast(group)
+    return None if found is None else found.exchange.aside(lambda: call(x, group, *args, **options), x)
+
+
 def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = None) -> Tensor | None:
     """As functional.all_reduce, where the kernels serve; and over NCCL in place, the hottest call of tensor parallelism."""
-    found = fast(group)
-    algorithm = None
-    if found is not None and x.dtype in TYPES and op in REDUCTIONS and _plain(x, out):
-        nbytes = x.nbytes
-        algorithm = found.algorithm("all_reduce", nbytes, nbytes)
-    if found is None or algorithm is None:
-        return _nccl_in_place(x, group) if out is x and op == "sum" and group.backend == "nccl" else None
-    return found.exchange.all_reduce(x, torch.empty_like(x) if out is None else out, op, algorithm)
+    found = group.cache.get(_KEY) or fast(group)
+    if found is not None and x.is_cuda and x.is_contiguous() and (out is None or out is x or _plain(x, out)):
+        key = (x.dtype, x.shape, op)
+        ready = found.reductions[key] if key in found.reductions else found.reduction(x, op)
+        if ready is not None:
+            if out is None:
+                out = ready.result(x)
+            found.exchange.reduce(ready.launch, x, out)
+            return out
+    if out is not x or op != "sum" or group.backend != "nccl" or (found is not None and found.exchange.is_aside):
+        return None
+    return _nccl_in_place(x, group)
 
 
 def _nccl_in_place(x: Tensor, group: Group) -> Tensor | None:
@@ -219,21 +292,26 @@ def all_reduce_norm(
     layer_norm: bool,
 ) -> tuple[Tensor, Tensor] | None:
     """As functional.all_reduce_norm, for rows of whole 16-byte vectors that fit the lanes."""
-    found = fast(group)
-    if found is None or x.dtype not in TYPES or not _plain(x, residual):
-        return None
     others = [t for t in (residual, weight, bias, norm_bias) if t is not None]
-    width = x.shape[-1] * x.element_size()
-    if any(t.dtype != x.dtype or not t.is_contiguous() for t in others) or width % 16 or width > 65536:
+    if not joins_norm(x, group) or any(t.dtype != x.dtype or not t.is_contiguous() for t in others) or not _plain(x, residual):
         return None
-    if found.algorithm("all_reduce", x.nbytes, x.nbytes) != "lanes":
-        return None
+    found = fast(group)
+    assert found is not None, "joins_norm has seen it"
     out, residual_out = torch.empty_like(x), torch.empty_like(x)
     rows = (-1, x.shape[-1])
     found.exchange.all_reduce_norm(
         x.view(rows), residual.view(rows), weight, eps, out.view(rows), residual_out.view(rows), bias, norm_bias, layer_norm
     )
     return out, residual_out
+
+
+def joins_norm(x: Tensor, group: Group) -> bool:
+    """Whether one kernel takes the sum over ranks of a tensor like ``x [..., H]``, a residual and a norm over H."""
+    found = fast(group)
+    width = x.shape[-1] * x.element_size()
+    if found is None or not x.is_cuda or x.dtype not in TYPES or width % 16 or width > 65536:
+        return False
+    return found.algorithm("all_reduce", x.nbytes, x.nbytes) == "lanes"
 
 
 def _plain(x: Tensor, other: Tensor | None = None) -> bool:

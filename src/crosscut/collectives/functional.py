@@ -15,8 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from crosscut.collectives import fast
+from crosscut.collectives import compiled, fast
 from crosscut.collectives.call import Plan, collective, plain_collective
+from crosscut.collectives.checks import checked_dim, checked_parts, checked_sizes
 from crosscut.distributed.mesh import Group
 from crosscut.errors import UsageError, choose
 
@@ -33,7 +34,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@collective(fast.all_reduce)
+@collective(fast.all_reduce, compiled.all_reduce)
 def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = None) -> Plan:
     """Every rank gets the element-wise reduction (sum, avg, max, min, prod) of all ranks' ``x``, any shape.
 
@@ -57,15 +58,15 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = No
     return Plan(group, buffer, finish, issue, detail=op)
 
 
-@collective(fast.all_gather)
+@collective(fast.all_gather, compiled.all_gather)
 def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Plan:
     """Every rank gets all ranks' ``x`` joined along ``dim``, in the order of the ranks.
 
     ``sizes``: each rank's size along ``dim`` when they differ (the other dims must not).
     Raises UsageError (``bad-size``) on a dim that is not there or sizes that do not fit.
     """
-    dim = _dim(x, dim)
-    sizes = _sizes(x.shape[dim], group, sizes)
+    dim = checked_dim(x, dim)
+    sizes = checked_sizes(x.shape[dim], group, sizes)
     if group.size == 1:
         return Plan(group, x, lambda: x)
     padded = _pad(x, dim, max(sizes))
@@ -83,7 +84,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | Non
     return Plan(group, padded, finish, issue, target=whole, detail=f"dim {dim}")
 
 
-@collective(fast.reduce_scatter)
+@collective(fast.reduce_scatter, compiled.reduce_scatter)
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes: Sequence[int] | None = None) -> Plan:
     """Rank r gets the r-th part along ``dim`` of the element-wise reduction (sum, avg, max, min, prod) of all ranks' ``x``.
 
@@ -91,8 +92,8 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes
     Raises UsageError: ``bad-size`` when the dim is not there or cannot be dealt, ``bad-option`` on an unknown op.
     """
     choose("reduce op", op, _OPS)
-    dim = _dim(x, dim)
-    parts = _parts(x.shape[dim], group, sizes)
+    dim = checked_dim(x, dim)
+    parts = checked_parts(x.shape[dim], group, sizes)
     if group.size == 1:
         return Plan(group, x, lambda: x)
     stacked = _stack(x, dim, parts)
@@ -110,7 +111,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes
     return Plan(group, stacked, finish, issue, target=mine, detail=f"{op}, dim {dim}")
 
 
-@collective(fast.broadcast)
+@collective(fast.broadcast, compiled.broadcast)
 def broadcast(x: Tensor, group: Group, src: int = 0, out: Tensor | None = None) -> Plan:
     """Every rank gets the ``x`` of rank ``src`` of the group. ``out=x`` overwrites in place.
 
@@ -130,7 +131,7 @@ def broadcast(x: Tensor, group: Group, src: int = 0, out: Tensor | None = None) 
     return Plan(group, buffer, finish, issue, detail=f"src {src}")
 
 
-@collective(fast.all_to_all)
+@collective(fast.all_to_all, compiled.all_to_all)
 def all_to_all(
     x: Tensor,
     group: Group,
@@ -145,15 +146,15 @@ def all_to_all(
     need both, and one dim for splitting and joining, since each rank must know what comes.
     Raises UsageError (``bad-size``) when a dim is not there or sizes do not fit.
     """
-    split_dim, concat_dim = _dim(x, split_dim), _dim(x, concat_dim)
+    split_dim, concat_dim = checked_dim(x, split_dim), checked_dim(x, concat_dim)
     if (send_sizes is None) != (recv_sizes is None) or (send_sizes is not None and split_dim != concat_dim):
         raise UsageError(
             f"send_sizes {send_sizes} and recv_sizes {recv_sizes} with split_dim {split_dim} and concat_dim {concat_dim}",
             code="bad-size",
             fix="give both sizes and one dim for splitting and joining, or neither for equal parts",
         )
-    sent = _parts(x.shape[split_dim], group, send_sizes)
-    got = _sizes(sent[group.rank], group, recv_sizes)
+    sent = checked_parts(x.shape[split_dim], group, send_sizes)
+    got = checked_sizes(sent[group.rank], group, recv_sizes)
     if group.size == 1:
         return Plan(group, x, lambda: x)
     source = x.movedim(split_dim, 0).contiguous()
@@ -223,6 +224,8 @@ def all_reduce_norm(
             code="bad-shape",
             fix="residual must have x's shape, and weight, bias and norm_bias the size of its last dim",
         )
+    if torch.compiler.is_dynamo_compiling() and group.size > 1:
+        return compiled.all_reduce_norm(x, residual, weight, group, eps, bias, norm_bias, layer_norm)
     fused = fast.all_reduce_norm(x, residual, weight, group, eps, bias, norm_bias, layer_norm)
     if fused is not None:
         return fused
@@ -244,45 +247,6 @@ def _into(x: Tensor, out: Tensor | None) -> Tensor:
     if out is None:
         return x.clone()
     return out if out is x else out.copy_(x)
-
-
-def _dim(x: Tensor, dim: int) -> int:
-    if not -x.dim() <= dim < x.dim():
-        legal = f"use a dim from {-x.dim()} to {x.dim() - 1}" if x.dim() else "a scalar has no dims: unsqueeze it first"
-        raise UsageError(f"dim {dim} of a tensor of shape {list(x.shape)}", code="bad-size", fix=legal)
-    return dim % x.dim()
-
-
-def _sizes(mine: int, group: Group, sizes: Sequence[int] | None) -> list[int]:
-    """Each rank's size along the joined dim."""
-    if sizes is None:
-        return [mine] * group.size
-    if len(sizes) != group.size or sizes[group.rank] != mine:
-        raise UsageError(
-            f"sizes {list(sizes)} for {group.size} ranks, and this rank ({group.rank}) holds {mine}",
-            code="bad-size",
-            fix="give one size for each rank of the group, this rank's own included",
-        )
-    return list(sizes)
-
-
-def _parts(total: int, group: Group, sizes: Sequence[int] | None) -> list[int]:
-    """How ``total`` elements are dealt to the ranks."""
-    if sizes is None:
-        if total % group.size:
-            raise UsageError(
-                f"{total} elements cannot be dealt evenly to {group.size} ranks",
-                code="bad-size",
-                fix="give the sizes, for example crosscut.sharding.shard_sizes(total, tp)",
-            )
-        return [total // group.size] * group.size
-    if len(sizes) != group.size or sum(sizes) != total:
-        raise UsageError(
-            f"sizes {list(sizes)} for {group.size} ranks and {total} elements",
-            code="bad-size",
-            fix="give one size for each rank; together they must make up the dim",
-        )
-    return list(sizes)
 
 
 def _stack(x: Tensor, dim: int, parts: list[int]) -> Tensor:

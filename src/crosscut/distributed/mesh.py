@@ -6,7 +6,9 @@ Neighbouring ranks form a tp group (they talk most, so they should be nearest); 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from crosscut.distributed.observer import Observer
 from crosscut.errors import UsageError
+
+_NUMBERS = count()
+_LIVE: WeakValueDictionary[str, Group] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +38,12 @@ class Group:
     observer: Observer | None = None
     cache: dict[str, Any] = field(default_factory=dict)
     """What the rooms above build once for this group (its kernels' workspace), shared by every copy of it."""
+    handle: str = field(init=False)
+    """This object's own name in this process, for operators of torch.library, which take no Python objects."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", f"{self.axis}.{next(_NUMBERS)}")
+        _LIVE[self.handle] = self
 
     def observed_by(self, observer: Observer | None) -> Group:
         """The same group with ``observer`` told of each collective."""
@@ -40,6 +51,25 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.axis} {self.rank}/{self.size}, {self.backend}, {self.device})"
+
+
+def live_group(handle: str) -> Group:
+    """The group whose ``handle`` this is.
+
+    The registry behind it is no rank state. A handle is given once and never again, so it means one object, whoever asks:
+    rank threads of one process each hold groups, and so handles, of their own. There is no "current" group to get wrong. It
+    holds its groups weakly: a group lives as long as the mesh or layer that it belongs to. (torch's functional collectives
+    find process groups by name in the same way.)
+    Raises UsageError (``bad-option``) when that group is gone, as when a compiled function outlives its mesh.
+    """
+    group = _LIVE.get(handle)
+    if group is None:
+        raise UsageError(
+            f"no group {handle!r} is alive",
+            code="bad-option",
+            fix="keep the mesh or the layer for as long as what was compiled from it",
+        )
+    return group
 
 
 @dataclass(frozen=True, eq=False)

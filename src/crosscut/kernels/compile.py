@@ -18,33 +18,34 @@ from crosscut.errors import UsageError
 
 
 @cache
-def function(line: str, name: str, world: int, device: int) -> int:
-    """The driver's handle of kernel ``name``, which the source line ``line`` defines, for ``world`` ranks on ``device``.
+def function(line: str, name: str, world: int, device: int, file: str = "exchange.cu") -> int:
+    """The driver's handle of kernel ``name``, which the source line ``line`` defines at the end of ``file``.
 
-    ``device`` must be the current one. Raises UsageError (``extra-missing``) without cuda-bindings.
+    ``world``: ranks of an exchange (0: a kernel of one rank). ``device`` must be the current one.
+    Raises UsageError (``extra-missing``) without cuda-bindings.
     """
     import torch
     from cuda.bindings import driver
 
     capability = torch.cuda.get_device_capability(device)
-    image = _cubin(files("crosscut.kernels").joinpath("exchange.cu").read_text() + line + "\n", world, capability)
+    image = _cubin(file, files("crosscut.kernels").joinpath(file).read_text() + line + "\n", world, capability)
     torch.cuda.init()
     torch.empty(1, device=f"cuda:{device}")  # the device's context exists and is current
     module = _checked(driver.cuModuleLoadData(image))
     return int(_checked(driver.cuModuleGetFunction(module, name.encode())))
 
 
-def _cubin(source: str, world: int, capability: tuple[int, int]) -> bytes:
+def _cubin(file: str, source: str, world: int, capability: tuple[int, int]) -> bytes:
     """Machine code of ``source``, from the cache folder when it has been compiled before."""
     nvrtc = _nvrtc()
     arch = f"sm_{capability[0]}{capability[1]}{'a' if capability[0] == 9 else ''}"
-    options = [f"--gpu-architecture={arch}", "--std=c++17", f"-DN={world}", "-default-device"]
+    options = [f"--gpu-architecture={arch}", "--std=c++17", "-default-device"] + [f"-DN={world}"] * (world > 0)
     version = _checked(nvrtc.nvrtcVersion())
     key = hashlib.sha256("\0".join([source, *options, str(version)]).encode()).hexdigest()[:32]
     path = cache_folder() / "kernels" / f"{key}.cubin"
     if path.exists():
         return path.read_bytes()
-    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"exchange.cu", 0, [], []))
+    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], []))
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))

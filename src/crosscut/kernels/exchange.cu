@@ -120,6 +120,7 @@ struct Patience {
         if (!broken) {
             c.record[1] = c.op;
             c.record[2] = epoch;
+            c.record[3] = (u32)(c.deadline / 1000000);
             __threadfence_system();
             c.record[0] = 1;
         }

@@ -13,11 +13,21 @@ from torch import Tensor
 
 from crosscut.kernels.compile import function
 from crosscut.kernels.launch import Launch
+from crosscut.kernels.order import Aside, Order
 from crosscut.kernels.workspace import Workspace
 
 TYPES = {torch.bfloat16: ("bf16", "Bf16"), torch.float16: ("fp16", "Fp16"), torch.float32: ("fp32", "Fp32")}
 REDUCTIONS = {"sum": "Sum", "max": "Max"}
 LANE_THREADS, BLOCK_THREADS = 128, 512
+MOST_PREPARED = 1024
+"""Launches kept ready for all-reduces of a certain size; a program with more sizes than that prepares them again."""
+
+
+class Prepared(Launch):
+    """The launch of the kernel ``name``. ``fresh``: it has not run yet, and waits longer for its peers."""
+
+    name: str
+    fresh: bool
 
 
 class Exchange:
@@ -31,11 +41,23 @@ class Exchange:
         self.workspace, self.device = workspace, device
         self.size, self.rank = workspace.layout.size, workspace.rank
         self.grid = min(grid, workspace.layout.blocks)
-        self._launches: dict[str, Launch] = {}
-        self._reducing: dict[tuple[torch.dtype, str, str], Launch] = {}  # the hottest ones, found without making a name
+        self.order = Order(device)
+        self._launches: dict[str, Prepared] = {}
+        self._reductions: dict[tuple[torch.dtype, int, str, str], Prepared] = {}
+        self._settled: set[str] = set()  # kernels that have been launched since the deadlines were set
         self._index = device.index if device.index is not None else torch.cuda.current_device()
-        self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-        self._last_stream: int | None = None
+        self._current: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._stream: Callable[[int], int] = self._current
+        self._failed = workspace.failed
+
+    def patience(self, deadline: float, first: float) -> None:
+        """From now on a wait may take ``deadline`` seconds, and ``first`` in the first launch of each kernel.
+
+        A kernel's first launch is where a peer may still be compiling it. What a CUDA graph has captured keeps its own.
+        """
+        self.workspace.deadline, self.workspace.first = deadline, max(first, deadline)
+        for known in (self._launches, self._reductions, self._settled):
+            known.clear()
 
     def most(self, op: str, algorithm: str) -> float:
         """The most bytes of a part (all_reduce: of the whole) that ``algorithm`` carries; blocks have no limit."""
@@ -51,13 +73,20 @@ class Exchange:
 
         Sums are taken in float32 in the order of the ranks, so every rank gets the same bits.
         """
-        launch = self._reducing.get((x.dtype, op, algorithm)) or self._all_reduce(x.dtype, op, algorithm)
         nbytes = x.nbytes
-        part = -(-nbytes // (16 * self.size)) * 16 if algorithm.endswith("two_shot") else nbytes
-        launch.call.input, launch.call.output, launch.total.value = x.data_ptr(), out.data_ptr(), nbytes
-        return self._go(launch, algorithm, part, 16, out)
+        if nbytes:
+            key = (x.dtype, nbytes, op, algorithm)
+            self.reduce(self._reductions.get(key) or self.reduction(*key), x, out)
+        return out
 
-    def _all_reduce(self, dtype: torch.dtype, op: str, algorithm: str) -> Launch:
+    def reduce(self, launch: Prepared, x: Tensor, out: Tensor) -> None:
+        """:meth:`all_reduce` with its ``launch`` already looked up (:meth:`reduction`): the hottest call of all."""
+        call = launch.call
+        call.input, call.output = x.data_ptr(), out.data_ptr()
+        self._queue(launch)
+
+    def reduction(self, dtype: torch.dtype, nbytes: int, op: str, algorithm: str) -> Prepared:
+        """The launch of an all-reduce of ``nbytes``, complete but for the two addresses."""
         short, name = TYPES[dtype]
         types = f"{name}, {REDUCTIONS[op]}"
         kernel, body = {
@@ -66,8 +95,13 @@ class Exchange:
             "blocks": ("one_shot_blocks", f"blocks<BLOCK_ONE_SHOT, {types}>(c)"),
             "blocks_two_shot": ("two_shot_blocks", f"blocks_two_shot<{types}>(c, total_bytes)"),
         }[algorithm]
-        launch = self._launch(f"{kernel}_{short}_{op}", body, "all_reduce")
-        self._reducing[dtype, op, algorithm] = launch
+        launch = self._prepare(f"{kernel}_{short}_{op}", body, "all_reduce")
+        part = -(-nbytes // (16 * self.size)) * 16 if algorithm.endswith("two_shot") else nbytes
+        launch.total.value = nbytes
+        self._spread(launch, algorithm, part, 16)
+        if len(self._reductions) >= MOST_PREPARED:
+            self._reductions.clear()
+        self._reductions[dtype, nbytes, op, algorithm] = launch
         return launch
 
     def all_gather(self, x: Tensor, out: Tensor, algorithm: str = "lanes", row: int | None = None) -> Tensor:
@@ -75,15 +109,15 @@ class Exchange:
 
         ``row``: bytes of a row of ``x`` when ``out`` joins them along the last dim: out [T, size * F], x [T, F].
         """
-        return self._move("all_gather", "GATHER", x, out, algorithm, x.nbytes, row)
+        return self._move("all_gather", x, out, algorithm, x.nbytes, row)
 
     def all_to_all(self, x: Tensor, out: Tensor, algorithm: str = "lanes", row: int | None = None) -> Tensor:
         """Part q of ``out`` = part ``rank`` of rank q's ``x``, any dtype, bit for bit; parts lie one after the other."""
-        return self._move("all_to_all", "ALL_TO_ALL", x, out, algorithm, x.nbytes // self.size, row)
+        return self._move("all_to_all", x, out, algorithm, x.nbytes // self.size, row)
 
     def broadcast(self, x: Tensor, out: Tensor, root: int, algorithm: str = "lanes") -> Tensor:
         """``out`` = the ``x`` of rank ``root``, any dtype, bit for bit; ``out`` may be ``x``."""
-        return self._move("broadcast", "BROADCAST", x, out, algorithm, x.nbytes, None, root)
+        return self._move("broadcast", x, out, algorithm, x.nbytes, None, root)
 
     def reduce_scatter(
         self, x: Tensor, out: Tensor, op: str = "sum", algorithm: str = "lanes", row: int | None = None
@@ -98,7 +132,7 @@ class Exchange:
         launch = self._launch(f"reduce_scatter_{algorithm}_{short}_{op}", body, "reduce_scatter")
         launch.call.input, launch.call.output = x.data_ptr(), out.data_ptr()
         launch.call.row = row or out.nbytes
-        return self._go(launch, algorithm, out.nbytes, 8, out)
+        return self._go(launch, algorithm, out.nbytes, out)
 
     def all_reduce_norm(
         self,
@@ -130,48 +164,80 @@ class Exchange:
         call.bias = 0 if bias is None else bias.data_ptr()
         call.beta = 0 if beta is None else beta.data_ptr()
         call.hidden, call.eps = hidden, eps
-        self._queue(launch, tokens, -(-width // (32 * vectors)) * 32)
+        launch.shape(tokens, -(-width // (32 * vectors)) * 32)
+        self._queue(launch)
         return out
 
-    def _move(
-        self, op: str, kind: str, x: Tensor, out: Tensor, algorithm: str, part: int, row: int | None, root: int = 0
-    ) -> Tensor:
+    def aside(self, body: Callable[[], Tensor | None], x: Tensor) -> tuple[Tensor, Aside] | None:
+        """Run ``body``, which makes at most one call of this exchange, so that its kernel goes to the side stream.
+
+        The kernel starts after all that the current stream holds; the current stream does not wait for it. ``x``: its input.
+        Returns the result with what to wait for, or None when ``body`` does.
+        """
+        self._stream = self.order.fork
+        try:
+            result = body()
+        finally:
+            self._stream = self._current
+        return None if result is None else (result, Aside(self.order, (x, result)))
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether the call is one of :meth:`aside`."""
+        return self._stream is not self._current
+
+    def mover(self, op: str, algorithm: str) -> Prepared:
+        """The launch of all_gather, all_to_all or broadcast. Asking for it compiles the kernel."""
+        kind = "GATHER" if op == "all_gather" else op.upper()
         template = f"flagged<{kind}" if algorithm == "lanes" else f"blocks<BLOCK_{kind}"
-        launch = self._launch(f"{op}_{algorithm}", f"{template}, Fp32, Sum>(c)", op)
+        return self._launch(f"{op}_{algorithm}", f"{template}, Fp32, Sum>(c)", op)
+
+    def _move(self, op: str, x: Tensor, out: Tensor, algorithm: str, part: int, row: int | None, root: int = 0) -> Tensor:
+        launch = self.mover(op, algorithm)
         call = launch.call
         call.input, call.output, call.row, call.root = x.data_ptr(), out.data_ptr(), row or part, root
-        return self._go(launch, algorithm, part, 8, out)
+        return self._go(launch, algorithm, part, out)
 
-    def _launch(self, name: str, body: str, op: str) -> Launch:
+    def _launch(self, name: str, body: str, op: str) -> Prepared:
         launch = self._launches.get(name)
         if launch is None:
-            threads = BLOCK_THREADS if "blocks" in name else 1024
-            line = f"KERNEL({name}, {threads}, ({body}))"
-            launch = Launch(function(line, name, self.size, self._index), self.workspace.call(op))
-            self._launches[name] = launch
+            launch = self._launches[name] = self._prepare(name, body, op)
         return launch
 
-    def _go(self, launch: Launch, algorithm: str, part: int, lane: int, out: Tensor) -> Tensor:
-        """Queue a kernel over parts of ``part`` bytes; ``lane``: bytes that one thread of a lanes kernel moves."""
-        if part == 0:
-            return out
-        launch.call.bytes = part
-        if algorithm.startswith("lanes"):
-            self._queue(launch, -(-part // (lane * LANE_THREADS)), LANE_THREADS)
-        else:
-            self._queue(launch, min(self.grid, -(-part // self.workspace.layout.chunk)), BLOCK_THREADS)
+    def _prepare(self, name: str, body: str, op: str) -> Prepared:
+        threads = BLOCK_THREADS if "blocks" in name else 1024
+        line = f"KERNEL({name}, {threads}, ({body}))"
+        launch = Prepared(function(line, name, self.size, self._index), self.workspace.call(op))
+        launch.name, launch.fresh = name, name not in self._settled
+        if launch.fresh:
+            launch.call.deadline = int(self.workspace.first * 1e9)
+        return launch
+
+    def _go(self, launch: Prepared, algorithm: str, part: int, out: Tensor) -> Tensor:
+        if part:
+            self._spread(launch, algorithm, part, 8)
+            self._queue(launch)
         return out
 
-    def _queue(self, launch: Launch, grid: int, block: int) -> None:
-        self.workspace.check()
-        stream = self._stream(self._index)
-        if stream != self._last_stream:
-            self._follow(stream)
-        launch(grid, block, stream)
+    def _spread(self, launch: Prepared, algorithm: str, part: int, lane: int) -> None:
+        """Set the grid for parts of ``part`` bytes; ``lane``: bytes that one thread of a lanes kernel moves."""
+        launch.call.bytes = part
+        if algorithm.startswith("lanes"):
+            launch.shape(-(-part // (lane * LANE_THREADS)), LANE_THREADS)
+        else:
+            launch.shape(min(self.grid, -(-part // self.workspace.layout.chunk)), BLOCK_THREADS)
 
-    def _follow(self, stream: int) -> None:
-        """Calls of a group happen in the order in which they are issued, also when they come from another stream."""
-        if self._last_stream is not None and not torch.cuda.is_current_stream_capturing():
-            before = torch.cuda.ExternalStream(self._last_stream, self.device)
-            torch.cuda.current_stream(self.device).wait_stream(before)
-        self._last_stream = stream
+    def _queue(self, launch: Prepared) -> None:
+        if self._failed[0]:
+            self.workspace.check()
+        stream = self._stream(self._index)
+        if stream != self.order.last:
+            self.order.follow(stream)
+        launch.go(stream)
+        if launch.fresh:
+            self._settle(launch)
+
+    def _settle(self, launch: Prepared) -> None:
+        launch.fresh = False
+        launch.call.deadline = int(self.workspace.deadline * 1e9)
+        self._settled.add(launch.name)

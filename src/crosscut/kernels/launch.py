@@ -1,22 +1,28 @@
 """Launching a kernel from Python in about 4 us: everything but the changing fields is prepared, one ctypes call remains.
 
-The C side is ``struct Call`` in exchange.cu; :class:`Call` mirrors it field by field. Kernels are launched with
-programmatic stream serialisation (programmatic dependent launch of the CUDA programming guide), so that their start
-overlaps the end of the kernel before; they wait for its results themselves.
+The C side of a kernel's parameters is a ``struct Call``; :class:`Call` mirrors that of exchange.cu field by field, and
+skinny.py has that of skinny.cu. Kernels are launched with programmatic stream serialisation (programmatic dependent launch
+of the CUDA programming guide), so that their start overlaps the end of the kernel before; they wait for its results
+themselves.
 """
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_char, c_float, c_int, c_uint32, c_uint64, c_void_p
+from ctypes import c_float, c_int, c_uint32, c_uint64, c_void_p
 from functools import cache
+from typing import Any
+
+MOST_SHARED = 220 << 10
+"""Bytes of dynamic shared memory that every kernel which asks for more than 48 KiB is allowed: a permission belongs to the
+kernel, and a launch that asked for less would take it from one that needs more."""
 
 RANKS = 8
 """The most ranks that a workspace can have."""
 
 
 class Call(ctypes.Structure):
-    """The one parameter block of every kernel; see exchange.cu for the meaning of each field."""
+    """The one parameter block of every kernel of exchange.cu, which says what each field means."""
 
     _fields_ = (
         *((name, c_uint64) for name in ("input", "output", "residual", "bias", "gamma", "beta", "residual_out")),
@@ -29,7 +35,7 @@ class Call(ctypes.Structure):
 
 
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute
-    _fields_ = (("id", c_int), ("pad", c_char * 4), ("value", c_char * 64))
+    _fields_ = (("id", c_int), ("pad", c_uint32), ("value", c_uint32 * 16))
 
 
 class _Config(ctypes.Structure):  # CUlaunchConfig
@@ -41,7 +47,9 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
     )
 
 
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_CLUSTER_DIMENSION = 4  # CUlaunchAttributeID
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 
 
 @cache
@@ -50,22 +58,40 @@ def _driver() -> ctypes.CDLL:
 
 
 class Launch:
-    """One kernel with its parameter block. Set fields of ``call`` and ``total``, then call it with grid, block, stream."""
+    """One kernel with its parameter block. Set fields of ``call`` and ``total``, then call it with grid, block, stream.
 
-    def __init__(self, function: int, call: Call) -> None:
-        self.call = call
+    ``total`` is a second parameter, which kernels of one parameter do not read. ``cluster``: blocks of a cluster (Hopper);
+    ``shared``: bytes of dynamic shared memory; ``programmatic`` False: a plain launch, for GPUs before Hopper.
+    """
+
+    def __init__(
+        self, function: int, call: ctypes.Structure, *, cluster: int = 1, shared: int = 0, programmatic: bool = True
+    ) -> None:
+        self.call: Any = call
         self.total = c_uint64(0)
         self._function = c_void_p(function)
-        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", (1).to_bytes(4, "little"))
-        self._config = _Config(1, 1, 1, 1, 1, 1, 0, None, ctypes.addressof(self._attribute), 1)
+        attributes: list[tuple[int, tuple[int, ...]]] = [(_PROGRAMMATIC_STREAM_SERIALIZATION, (1,))] * programmatic
+        attributes += [(_CLUSTER_DIMENSION, (cluster, 1, 1))] * (cluster > 1)
+        self._attributes = (_Attribute * 2)(*(_Attribute(id, 0, value) for id, value in attributes))
+        self._config = _Config(1, 1, 1, 1, 1, 1, shared, None, ctypes.addressof(self._attributes), len(attributes))
         self._parameters = (c_void_p * 2)(ctypes.addressof(self.call), ctypes.addressof(self.total))
         self._where = ctypes.byref(self._config)
         self._launch = _driver().cuLaunchKernelEx
+        if shared > 48 << 10 and _driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, MOST_SHARED):
+            raise RuntimeError(f"the CUDA driver refused a kernel {shared} bytes of shared memory")
 
     def __call__(self, grid: int, block: int, stream: int) -> None:
         """Queue the kernel on ``stream`` (a raw handle). Raises RuntimeError when the driver refuses."""
-        config = self._config
-        config.grid_x, config.block_x, config.stream = grid, block, stream
+        self.shape(grid, block)
+        self.go(stream)
+
+    def shape(self, grid: int, block: int, grid_y: int = 1) -> None:
+        """Set the number of blocks, and of threads in each."""
+        self._config.grid_x, self._config.grid_y, self._config.block_x = grid, grid_y, block
+
+    def go(self, stream: int) -> None:
+        """As a call, with the grid as it was set last."""
+        self._config.stream = stream
         status = self._launch(self._where, self._function, self._parameters, None)
         if status:
             raise RuntimeError(f"the CUDA driver refused a launch: error {status}")

@@ -7,8 +7,10 @@ fills when a wait runs out.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -62,12 +64,26 @@ class Layout:
 
 
 class Workspace:
-    """One rank's end of the shared memory: every rank's mailbox address, its own counters and its own record."""
+    """One rank's end of the shared memory: every rank's mailbox address, its own counters and its own record.
 
-    def __init__(self, name: str, rank: int, layout: Layout, own: Tensor, addresses: Sequence[int], deadline: float) -> None:
+    ``deadline``: seconds that a wait in a kernel may take; ``first``: the same for the first launch of each kernel, when a
+    peer may still compile, load or set up (None: no longer than the others).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        layout: Layout,
+        own: Tensor,
+        addresses: Sequence[int],
+        deadline: float,
+        first: float | None = None,
+    ) -> None:
         assert layout.size <= RANKS, "more ranks than a kernel's parameters hold"
         assert own.nbytes >= layout.nbytes, "memory smaller than its layout"
-        self.name, self.rank, self.layout, self.deadline = name, rank, layout, deadline
+        self.name, self.rank, self.layout = name, rank, layout
+        self.deadline, self.first = deadline, deadline if first is None else max(first, deadline)
         self._own: Tensor | None = own
         self._addresses = tuple(addresses)
         own[: layout.flagged_at].fill_(0xFF)
@@ -76,6 +92,8 @@ class Workspace:
         self._counters[2 * layout.lanes :] = 0
         self._record = torch.zeros(4 + RANKS, dtype=torch.int32).pin_memory()
         self._seen = self._record.numpy()  # a view: reading it costs no launch
+        self.failed = memoryview(self._seen)  # type: ignore[arg-type]
+        """Item 0 is not 0 when a wait ran out: what :meth:`check` looks at, for who has not the time to call it."""
         torch.cuda.synchronize(own.device)
 
     def call(self, op: str) -> Call:
@@ -96,38 +114,64 @@ class Workspace:
         The group is of no use after that: the ranks no longer agree on what has been exchanged.
         """
         if self._seen[0]:
-            missing = [peer for peer in range(self.layout.size) if self._seen[4 + peer]]
-            who = ", ".join(str(peer) for peer in missing) or "unknown"
+            who = ", ".join(str(peer) for peer in self.missing()) or "unknown"
             op = OPS[int(self._seen[1])]
             raise CollectiveTimeout(
-                f"rank {self.rank} of group {self.name!r} waited more than {self.deadline:g} s in {op} "
+                f"rank {self.rank} of group {self.name!r} waited more than {int(self._seen[3]) / 1000:g} s in {op} "
                 f"(exchange {int(self._seen[2]) & 0xFFFFFFFF}); nothing came from rank {who} of the group",
                 code="rank-timeout",
-                fix="see what those ranks do: not called, called with another size, busy, or dead; then start the ranks anew",
+                fix="see what those ranks do: not called, called with another size, busy, or dead; then start the ranks anew "
+                "(if they are only slow, with a larger CROSSCUT_KERNEL_TIMEOUT)",
             )
+
+    def missing(self) -> list[int]:
+        """The ranks from which nothing came in a wait that ran out; empty while none has."""
+        return [peer for peer in range(self.layout.size) if self._seen[4 + peer]]
 
     def close(self) -> None:
         """Free the memory. No kernel of the group may be running on any rank."""
         self._own = None
 
 
-def shared_workspace(name: str, group: dist.ProcessGroup, device: torch.device, deadline: float) -> Workspace:
+def host_identity(socket_folder: str, proc: Path = Path("/proc")) -> str:
+    """What two processes have in common when torch's rendezvous can pass memory between them.
+
+    The kernel's boot id tells hosts apart, also such as share a name or a disk image. Containers of one host share it; torch
+    hands file descriptors over through sockets named by process id in ``socket_folder``, so they must also share the
+    namespace of process ids and that folder. Where they do not, a rank would wait for ever for a descriptor that went to
+    another container's process of the same id, so this is asked before the rendezvous and not found out in it.
+    """
+    try:
+        boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
+        processes = os.readlink(proc / "self/ns/pid")
+    except OSError:  # no such /proc: the name is the best there is
+        boot, processes = os.uname().nodename, ""
+    try:
+        folder = os.stat(socket_folder)
+    except OSError:
+        return f"{boot} {processes} {socket_folder}"
+    return f"{boot} {processes} {folder.st_dev}:{folder.st_ino}"
+
+
+def shared_workspace(
+    name: str, group: dist.ProcessGroup, device: torch.device, deadline: float, first: float | None = None
+) -> Workspace:
     """This rank's workspace of ``group``, whose ranks must all call this. Raises RuntimeError when the GPUs cannot share."""
     import torch.distributed._symmetric_memory as symmetric
 
     layout = Layout(group.size())
     own = symmetric.empty(layout.nbytes, dtype=torch.uint8, device=device)
     handle = symmetric.rendezvous(own, group.group_name)
-    workspace = Workspace(name, group.rank(), layout, own, handle.buffer_ptrs, deadline)
+    workspace = Workspace(name, group.rank(), layout, own, handle.buffer_ptrs, deadline, first)
     dist.barrier(group)  # nobody writes before everybody has cleared
     return workspace
 
 
 def virtual_workspaces(
-    size: int, device: torch.device, deadline: float = 30.0, layout: Layout | None = None
+    size: int, device: torch.device, deadline: float = 30.0, layout: Layout | None = None, first: float | None = None
 ) -> list[Workspace]:
     """Workspaces of ``size`` ranks on one GPU, for tests and trials: each rank's calls go to a stream of its own."""
     layout = layout or Layout(size)
     memory = [torch.empty(layout.nbytes, dtype=torch.uint8, device=device) for _ in range(size)]
     addresses = [part.data_ptr() for part in memory]
-    return [Workspace("virtual", rank, layout, memory[rank], addresses, deadline) for rank in range(size)]
+    return [Workspace("virtual", rank, layout, memory[rank], addresses, deadline, first) for rank in range(size)]

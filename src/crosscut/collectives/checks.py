@@ -1,0 +1,50 @@
+"""Checks of dims and sizes that a collective makes before anything travels, whichever way it goes then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from crosscut.distributed.mesh import Group
+from crosscut.errors import UsageError
+
+
+def checked_dim(x: Tensor, dim: int) -> int:
+    """``dim`` counted from the front. Raises UsageError (``bad-size``) when ``x`` has no such dim."""
+    if not -x.dim() <= dim < x.dim():
+        legal = f"use a dim from {-x.dim()} to {x.dim() - 1}" if x.dim() else "a scalar has no dims: unsqueeze it first"
+        raise UsageError(f"dim {dim} of a tensor of shape {list(x.shape)}", code="bad-size", fix=legal)
+    return dim % x.dim()
+
+
+def checked_sizes(mine: int, group: Group, sizes: Sequence[int] | None) -> list[int]:
+    """Each rank's size along the joined dim; ``mine`` each where none are given. Raises UsageError (``bad-size``)."""
+    if sizes is None:
+        return [mine] * group.size
+    if len(sizes) != group.size or sizes[group.rank] != mine:
+        raise UsageError(
+            f"sizes {list(sizes)} for {group.size} ranks, and this rank ({group.rank}) holds {mine}",
+            code="bad-size",
+            fix="give one size for each rank of the group, this rank's own included",
+        )
+    return list(sizes)
+
+
+def checked_parts(total: int, group: Group, sizes: Sequence[int] | None) -> list[int]:
+    """How ``total`` elements are dealt to the ranks; evenly where no sizes are given. Raises UsageError (``bad-size``)."""
+    if sizes is None:
+        if total % group.size:
+            raise UsageError(
+                f"{total} elements cannot be dealt evenly to {group.size} ranks",
+                code="bad-size",
+                fix="give the sizes, for example crosscut.sharding.shard_sizes(total, tp)",
+            )
+        return [total // group.size] * group.size
+    if len(sizes) != group.size or sum(sizes) != total:
+        raise UsageError(
+            f"sizes {list(sizes)} for {group.size} ranks and {total} elements",
+            code="bad-size",
+            fix="give one size for each rank; together they must make up the dim",
+        )
+    return list(sizes)
