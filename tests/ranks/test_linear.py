@@ -19,7 +19,7 @@ from crosscut.layers import linear as linear_module
 from crosscut.layers import overlap
 from crosscut.sharding import Replicated
 from layer_cases import KINDS, call_mlp, inputs, mlp_step, split_step, unsplit_linear, unsplit_mlp
-from parity import assert_equal_to_rounding, step
+from parity import expected, step
 
 OnRanks = Callable[..., list[Any]]
 WORLDS = [1, 2, 3, 4, 8]
@@ -29,16 +29,9 @@ SIZES = [(16, 24), (17, 21), (5, 3)]  # divides; does not divide; fewer features
 def check_linear(on_ranks: OnRanks, world: int, kind: str, size: tuple[int, int], bias: bool, dtype: torch.dtype) -> None:
     linear = unsplit_linear(*size, bias, dtype)
     x, upstream = inputs(*size, dtype)
-    exact_linear = nn.Linear(*size, bias=bias, dtype=torch.float64)
-    exact_linear.load_state_dict(linear.state_dict())
-    exact = step(exact_linear, x.double(), upstream.double(), exact_linear)
-    copy = unsplit_linear(*size, bias, dtype)
-    unsplit = step(copy, x, upstream, copy)
+    right = expected(linear, x, upstream, world)
     for rank, got in enumerate(on_ranks(world, split_step, kind, linear, x, upstream)):
-        assert got.keys() == unsplit.keys()
-        for key in unsplit:
-            where = f"{kind}, tp {world}, rank {rank}, {size[0]} -> {size[1]}: {key}"
-            assert_equal_to_rounding(where, got[key], unsplit[key], exact[key], roundings=world**0.5)
+        right.check(got, f"{kind}, tp {world}, rank {rank}, {size[0]} -> {size[1]}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -65,15 +58,9 @@ def test_mlp_equals_unsplit(on_ranks: OnRanks, world: int, gated: bool, sequence
 def check_mlp(on_ranks: OnRanks, world: int, gated: bool, sequence: bool, dtype: torch.dtype, ffn: int = 21) -> None:
     mlp = unsplit_mlp(gated, dtype, ffn=ffn)
     x, upstream = inputs(10, 10, dtype)
-    precise = unsplit_mlp(gated, torch.float64, ffn=ffn)
-    precise.load_state_dict(mlp.state_dict())
-    exact = step(precise, x.double(), upstream.double(), call_mlp(precise, gated))
-    copy = unsplit_mlp(gated, dtype, ffn=ffn)
-    unsplit = step(copy, x, upstream, call_mlp(copy, gated))
+    right = expected(mlp, x, upstream, world, lambda mlp, x, upstream: step(mlp, x, upstream, call_mlp(mlp, gated)))
     for rank, got in enumerate(on_ranks(world, mlp_step, mlp, gated, sequence, x, upstream)):
-        assert got.keys() == unsplit.keys()
-        for key in unsplit:
-            assert_equal_to_rounding(f"tp {world}, rank {rank}: {key}", got[key], unsplit[key], exact[key], world**0.5)
+        right.check(got, f"tp {world}, rank {rank}")
 
 
 # ------------------------------------------------------------------------------------------- the checks above can fail

@@ -11,20 +11,20 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from crosscut.collectives import (
     copy_to_tp,
-    gather_from_tp,
     reduce_from_tp,
     reduce_scatter_sequence,
     scatter_to_tp,
 )
 from crosscut.distributed.mesh import Group, Mesh
 from crosscut.errors import UsageError
-from crosscut.layers.overlap import column_linear
+from crosscut.layers.checks import check_dtype
+from crosscut.layers.matmul import linear
+from crosscut.layers.overlap import column_linear, row_in_pieces
 from crosscut.layers.shards import gather, refuse_empty, shared_seed, take, uniform_
 from crosscut.sharding import Column, Cut, Packed, Replicated, Row
 
@@ -47,6 +47,7 @@ class _ParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         refuse_empty(in_features=in_features, out_features=out_features)
+        check_dtype(dtype)
         self.in_features, self.out_features = in_features, out_features
         self.group: Group = mesh.tp
         self.cuts = cuts
@@ -165,8 +166,9 @@ class ColumnParallelLinear(_ParallelLinear):
         """
         self._check_width(x, self.in_features, "the input")
         sequence_dim = self.sequence_dim if self.sequence_parallel else None
-        y = column_linear(x, *self._own(), self.group, sequence_dim, total_tokens)
-        return gather_from_tp(y, self.group, -1, self.out_features) if self.gather_output else y
+        return column_linear(
+            x, *self._own(), self.group, sequence_dim, total_tokens, self.out_features, gather_output=self.gather_output
+        )
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -202,6 +204,7 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, bias, mesh, cuts, device, dtype)
         self.local_features, self.reduce_output = self.weight.shape[1], reduce_output
         self.input_is_parallel, self.sequence_parallel, self.sequence_dim = input_is_parallel, sequence_parallel, sequence_dim
+        self.partial_gradients = {"bias": "layer"} if sequence_parallel else {}
         self.reset_parameters(seed)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -214,7 +217,13 @@ class RowParallelLinear(_ParallelLinear):
         else:
             self._check_width(x, self.in_features, "the input")
             x = scatter_to_tp(x, self.group)
-        y = F.linear(x, self._own()[0])
+        weight = self._own()[0]
+        if self.reduce_output:
+            sequence_dim = self.sequence_dim if self.sequence_parallel else None
+            y = row_in_pieces(x, weight, self.group, sequence_dim, self.in_features)
+            if y is not None:
+                return self.plus_bias(y)
+        y = linear(x, weight, then=("all_reduce", self.group) if self.reduce_output and not self.sequence_parallel else None)
         return self.finish(y) if self.reduce_output else y
 
     def finish(self, y: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing_extensions import Self
 from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError, choose
 from crosscut.layers.linear import ColumnParallelLinear, RowParallelLinear
-from crosscut.layers.shards import pack, shared_seed, unpack
+from crosscut.layers.shards import pack, refuse_empty, shared_seed, unpack
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -48,6 +48,7 @@ class ParallelMLP(nn.Module):
         seed: int | None = None,
     ) -> None:
         super().__init__()
+        refuse_empty(hidden=hidden, ffn=ffn)
         self.activation = choose("activation", activation, ACTIVATIONS)
         self.hidden, self.ffn, self.gated = hidden, ffn, gated
         seeds: tuple[int | None, int | None] = (None, None)
@@ -97,12 +98,14 @@ class ParallelMLP(nn.Module):
         """``x [T, H] -> y [T, H]``; ``total_tokens`` as in ColumnParallelLinear."""
         layers = self._modules
         y = layers["up"](x, total_tokens)  # type: ignore[misc]
-        if self.gated:
-            gate, up = y.chunk(2, -1)
-            y = self._act(gate) * up
-        else:
-            y = self._act(y)
-        return layers["down"](y)  # type: ignore[misc]
+        return layers["down"](self.activate(y))  # type: ignore[misc]
+
+    def activate(self, y: Tensor) -> Tensor:
+        """What lies between the two multiplies: ``[T, F/tp]``, gated ``[T, 2F/tp]``, ``-> [T, F/tp]``."""
+        if not self.gated:
+            return self._act(y)
+        gate, up = y.chunk(2, -1)
+        return self._act(gate) * up
 
 
 def _check_fit(up: nn.Linear, down: nn.Linear, gate: nn.Linear | None) -> None:
