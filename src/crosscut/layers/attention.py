@@ -1,30 +1,29 @@
 """Attention cut by heads: each rank computes its own heads whole, and the output projection sums over the ranks.
 
-One packed column-parallel multiply gives q, k and v of the rank's heads; torch's scaled_dot_product_attention does the rest
-(Megatron-LM, arXiv 1909.08053 section 3). Where there are fewer KV heads than ranks, a KV head is replicated on the ranks
-that need it, each of which sees the gradient from its own query heads alone: the backward sums them once, so that replicas
-stay equal. Shapes: B batch, S sequence, H hidden, N query heads, K KV heads, D head dim; ``/tp`` marks what a rank holds.
+One packed column-parallel multiply gives q, k and v of the rank's heads (``qkv``); torch's scaled_dot_product_attention does
+the rest (``sdpa``; Megatron-LM, arXiv 1909.08053 section 3). Shapes: B batch, S sequence, H hidden, N query heads, K KV heads,
+D head dim; ``/tp`` marks what a rank holds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 from typing_extensions import Self
 
-from crosscut.collectives import reduce_from_tp
-from crosscut.distributed.mesh import Group, Mesh
+from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError
-from crosscut.layers.linear import RowParallelLinear, _ParallelLinear
-from crosscut.layers.norm import RMSNorm
-from crosscut.layers.overlap import column_linear
-from crosscut.layers.rope import check_rope, rotary_tables, rotate
-from crosscut.layers.shards import pack, shared_seed, unpack
-from crosscut.sharding import Cut, Heads, PackedQKV, QueryHeads
+from crosscut.layers.checks import check_positive
+from crosscut.layers.linear import RowParallelLinear
+from crosscut.layers.qkv import HeadNorm, QKVParallelLinear
+from crosscut.layers.random import HeadDropout
+from crosscut.layers.rope import make_rope
+from crosscut.layers.sdpa import attend
+from crosscut.layers.shards import pack, refuse_empty, shared_seed, unpack
+from crosscut.sharding import Heads, QueryHeads
 
 
 class ParallelAttention(nn.Module):
@@ -34,10 +33,14 @@ class ParallelAttention(nn.Module):
 
     ``heads``, ``kv_heads`` (default N), ``head_dim`` (default H/N): N, K and D. ``bias``: of q, k and v; ``out_bias``: of the
     output projection (default: as ``bias``). ``qk_norm``: RMS norm over D of each query and key head, before the rotation.
-    ``rope_theta``: rotary embedding with this base (None: no rotation). ``causal``: a token sees itself and those before it;
-    ``window`` W: only those less than W tokens away. ``sequence_dim``: where S is, 1 or, for ``x [S, B, H]``, 0.
+    ``rope_theta``: rotary embedding with this base (None: no rotation); ``rope_scaling``, ``partial_rotary_factor``,
+    ``rope_interleaved``: as :func:`~crosscut.layers.rope.make_rope` says. ``causal``: a token sees itself and those before it;
+    ``window`` W: only those less than W tokens away. ``scale``: of the scores (default 1/sqrt(D)). ``softcap``: a soft limit of
+    theirs. ``dropout``: of the attention weights; ``dropout_invariant``: masks that do not depend on tp, and ``generator``: as
+    :class:`~crosscut.layers.random.HeadDropout` says. ``sequence_dim``: where S is, 1 or, for ``x [S, B, H]``, 0.
     ``sequence_parallel``: x and y are this rank's tokens alone, ``[B, S/tp, H]``.
-    Raises UsageError: ``bad-size`` for sizes that do not fit or fewer heads than ranks, ``bad-option`` for the others.
+    Raises UsageError: ``bad-size`` for sizes that do not fit or fewer heads than ranks, ``bad-option`` and ``bad-dtype`` for
+    the others.
     """
 
     def __init__(
@@ -53,8 +56,16 @@ class ParallelAttention(nn.Module):
         qk_norm: bool = False,
         qk_norm_eps: float = 1e-6,
         rope_theta: float | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
+        partial_rotary_factor: float = 1.0,
+        rope_interleaved: bool = False,
         causal: bool = True,
         window: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        dropout: float = 0.0,
+        dropout_invariant: bool = False,
+        generator: torch.Generator | None = None,
         sequence_parallel: bool = False,
         sequence_dim: int = 1,
         device: torch.device | str | None = None,
@@ -63,10 +74,19 @@ class ParallelAttention(nn.Module):
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
-        self.heads = Heads(heads, kv_heads, _default_head_dim(hidden, heads) if head_dim is None else head_dim)
-        _check_options(self.heads, rope_theta, window, sequence_dim)
-        self.hidden, self.rope_theta, self.causal, self.window = hidden, rope_theta, causal, window
+        refuse_empty(hidden=hidden, heads=heads, kv_heads=kv_heads)
+        head_dim = _default_head_dim(hidden, heads) if head_dim is None else head_dim
+        refuse_empty(head_dim=head_dim)
+        self.heads = Heads(heads, kv_heads, head_dim)
+        _check_options(window, sequence_dim, rope_theta, rope_scaling, partial_rotary_factor, rope_interleaved)
+        check_positive(scale=scale, softcap=softcap)
+        self.rope = None
+        if rope_theta is not None:
+            self.rope = make_rope(self.heads.head_dim, rope_theta, rope_scaling, partial_rotary_factor, rope_interleaved)
+        self.hidden, self.causal, self.window, self.scale, self.softcap = hidden, causal, window, scale, softcap
         self.sequence_dim, self.group = sequence_dim, mesh.tp
+        queries = self.heads.query_range(mesh.tp.size, mesh.tp.rank)
+        self.dropout = HeadDropout(dropout, queries, mesh=mesh, invariant=dropout_invariant, generator=generator)
         mapping = self.heads.kv_of_query(mesh.tp.size, mesh.tp.rank)
         self.queries_per_kv = [mapping.count(kv) for kv in range(mapping[-1] + 1)]
 
@@ -167,44 +187,26 @@ class ParallelAttention(nn.Module):
                 code="bad-shape",
                 fix=f"give [{'B, S' if self.sequence_dim else 'S, B'}, H={self.hidden}]",
             )
-        packed = self.qkv(x, total_tokens).unflatten(-1, (-1, self.heads.head_dim)).movedim(self.sequence_dim, -2)
+        return self.o(self.mix(self.qkv(x, total_tokens), positions))
+
+    def mix(self, packed: Tensor, positions: Tensor | None = None) -> Tensor:
+        """What lies between the two multiplies, for all tokens: ``[B, S, (N/tp + 2 K/tp) * D] -> [B, S, N/tp * D]``."""
+        packed = packed.unflatten(-1, (-1, self.heads.head_dim)).movedim(self.sequence_dim, -2)
         own_kv = len(self.queries_per_kv)
         q, k, v = packed.split([sum(self.queries_per_kv), own_kv, own_kv], 1)  # [B, N/tp, S, D], [B, K/tp, S, D] twice
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope_theta is not None:
-            where = self._positions(positions, packed)
-            cos, sin = rotary_tables(where, self.heads.head_dim, self.rope_theta, q.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return self.o(self._attend(q, k, v).movedim(-2, self.sequence_dim).flatten(-2))
+        if self.rope is not None:
+            cos, sin = self.rope.tables(self._positions(positions, packed), q.device, q.dtype)
+            q, k = self.rope.rotate(q, cos, sin), self.rope.rotate(k, cos, sin)
+        how: dict[str, Any] = {"causal": self.causal, "window": self.window, "scale": self.scale, "softcap": self.softcap}
+        y = attend(q, k, v, self.queries_per_kv, dropout=self.dropout, **how)
+        return y.movedim(-2, self.sequence_dim).flatten(-2)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``softmax(q k^T / sqrt(D)) v`` for the rank's heads."""
-        uniform = len(set(self.queries_per_kv)) == 1  # not where the border between ranks lies inside a group of heads
-        if not uniform:
-            k, v = self._one_per_query(k), self._one_per_query(v)
-        mask = self._window_mask(q.shape[-2], q.device)
-        causal = self.causal and mask is None
-        gqa = uniform and self.queries_per_kv[0] > 1
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
-
-    def _one_per_query(self, kv: Tensor) -> Tensor:
-        """``[B, K/tp, S, D] -> [B, N/tp, S, D]``, each head as often as query heads use it."""
-        return torch.cat([kv[:, i, None].expand(-1, n, -1, -1) for i, n in enumerate(self.queries_per_kv)], 1)
-
-    def _window_mask(self, length: int, device: torch.device) -> Tensor | None:
-        """``[S, S]``, true where token i (row) sees token j; None when the window cuts nothing off."""
-        if self.window is None or self.window >= length:
-            return None
-        index = torch.arange(length, device=device)
-        distance = index[:, None] - index
-        near = distance.abs() < self.window
-        return near & (distance >= 0) if self.causal else near
-
-    def _positions(self, positions: Tensor | None, heads: Tensor) -> Tensor:
+    def _positions(self, positions: Tensor | None, heads: Tensor) -> Tensor | int:
         batch, _, length, _ = heads.shape
         if positions is None:
-            return torch.arange(length, device=heads.device)
+            return length
         if tuple(positions.shape) not in ((length,), (batch, length), (1, length)):
             raise UsageError(
                 f"positions {list(positions.shape)} for {batch} sequences of {length} tokens",
@@ -215,133 +217,27 @@ class ParallelAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """Heads and options, for ``print(module)``."""
-        options = f"rope_theta={self.rope_theta}, causal={self.causal}, window={self.window}"
+        options = f"rope={self.rope}, causal={self.causal}, window={self.window}, scale={self.scale}, softcap={self.softcap}"
         return f"{self.hidden}, heads={self.heads.heads}, kv_heads={self.heads.kv_heads}, {options}"
 
 
-class QKVParallelLinear(_ParallelLinear):
-    """q, k and v of the rank's heads in one multiply: ``x [B, S, H] -> [B, S, (N/tp + 2 K/tp) * D]``, all of q first.
-
-    Like ColumnParallelLinear, with the cut ``PackedQKV(heads)``; the gradient of replicated KV rows is summed over the ranks.
-    """
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        heads: Heads,
-        mesh: Mesh,
-        sequence_parallel: bool = False,
-        sequence_dim: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        seed: int | None = None,
-    ) -> None:
-        cuts: dict[str, Cut] = dict.fromkeys(("weight", "bias"), PackedQKV(heads))
-        super().__init__(in_features, out_features, bias, mesh, cuts, device, dtype)
-        self.heads, self.sequence_dim = heads, sequence_dim if sequence_parallel else None
-        self.reset_parameters(seed)
-
-    def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor:
-        """As ColumnParallelLinear's. Raises UsageError (``bad-shape``) when x does not have H features."""
-        self._check_width(x, self.in_features, "the input")
-        weight, bias = (None if p is None else sum_kv_gradient(p, self.heads, self.group) for p in self._own())
-        assert weight is not None
-        return column_linear(x, weight, bias, self.group, self.sequence_dim, total_tokens)
-
-
-class HeadNorm(RMSNorm):
-    """RMS norm over D of each of the rank's heads, ``[B, N/tp, S, D]`` -> the same.
-
-    The weight ``[D]`` is the same on all ranks, each of which sees its own heads alone, as with sequence parallelism its own
-    tokens alone: in both cases the gradients are partial, and the norm sums them.
-    """
-
-    def __init__(
-        self,
-        head_dim: int,
-        eps: float,
-        *,
-        mesh: Mesh,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(head_dim, eps, mesh=mesh, sequence_parallel=True, device=device, dtype=dtype)
-
-    @classmethod
-    def from_norm(cls, norm: nn.Module, head_dim: int, mesh: Mesh) -> Self:
-        """A copy of ``norm`` (torch's RMSNorm with ``eps``, or transformers' with ``variance_epsilon``) on this rank.
-
-        Raises UsageError (``bad-size``) when its weight is not ``[D]``.
-        """
-        weight = norm.get_parameter("weight")
-        if tuple(weight.shape) != (head_dim,):
-            raise UsageError(
-                f"a QK-norm weight {list(weight.shape)} for heads of {head_dim} features",
-                code="bad-size",
-                fix="give a norm over one head, shared by all heads; one over all heads at once cannot be cut by heads",
-            )
-        eps: Any = getattr(norm, "variance_epsilon", None) or norm.eps
-        eps = torch.finfo(weight.dtype).eps if eps is None else eps  # as torch reads None
-        copy = cls(head_dim, eps, mesh=mesh, device=weight.device, dtype=weight.dtype)
-        with torch.no_grad():
-            copy.weight.copy_(weight)
-        copy.weight.requires_grad_(weight.requires_grad)
-        return copy
-
-    def extra_repr(self) -> str:
-        """For ``print(module)``."""
-        return f"{self.hidden}, eps={self.eps}"
-
-
-def sum_kv_gradient(rows: Tensor, heads: Heads, group: Group) -> Tensor:
-    """Identity on this rank's packed ``rows [(N/tp + 2 K/tp) * D, ...]`` whose backward sums what belongs to KV heads.
-
-    Each KV head's gradient becomes the sum over the ranks that hold it, so that replicas get equal steps. Where no head is
-    replicated it does nothing at all.
-    """
-    if not heads.kv_replicated(group.size) or not (rows.requires_grad and torch.is_grad_enabled()):
-        return rows
-    return _SumKVGradient.apply(rows, heads, group)
-
-
-class _SumKVGradient(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, heads: Heads, group: Group) -> Tensor:
-        ctx.heads, ctx.group = heads, group
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        heads, group = ctx.heads, ctx.group
-        own, d = heads.kv_range(group.size, group.rank), heads.head_dim
-        place = slice(own.start * d, own.stop * d)
-        mine = 2 * (place.stop - place.start)
-        total = grad.new_zeros((2, heads.kv_heads * d, *grad.shape[1:]))  # k and v, each of all heads
-        total[:, place] = grad[-mine:].unflatten(0, (2, -1))
-        total = reduce_from_tp(total, group, True)
-        return torch.cat([grad[:-mine], total[:, place].flatten(0, 1)]), None, None
-
-
 def _default_head_dim(hidden: int, heads: int) -> int:
-    if heads >= 1 and hidden % heads:
+    if hidden % heads:
         raise UsageError(
             f"hidden={hidden} does not divide into {heads} heads",
             code="bad-size",
             fix="give head_dim, or a number of heads that divides hidden",
         )
-    return hidden // max(heads, 1)
+    return hidden // heads
 
 
-def _check_options(heads: Heads, rope_theta: float | None, window: int | None, sequence_dim: int) -> None:
-    if rope_theta is not None:
-        check_rope(heads.head_dim, rope_theta)
-    if window is not None and window < 1:
+def _check_options(window: int | None, sequence_dim: int, theta: float | None, *rope: Any) -> None:
+    if window is not None and (not isinstance(window, int) or window < 1):
         raise UsageError(f"window={window}", code="bad-option", fix="give a window of at least 1 token, or None for no limit")
     if sequence_dim not in (0, 1):
         raise UsageError(f"sequence_dim={sequence_dim}", code="bad-option", fix="use 1 for x [B, S, H] or 0 for x [S, B, H]")
+    if theta is None and rope != (None, 1.0, False):
+        raise UsageError("rope options without rope_theta", code="bad-option", fix="give rope_theta too, such as 10000.0")
 
 
 def _packed_head_dim(qkv: nn.Linear, heads: int, kv_heads: int | None) -> int:

@@ -5,18 +5,25 @@ Shapes: B batch, S sequence, H hidden; with sequence parallelism a rank holds ``
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from crosscut.collectives import all_reduce_norm
+from crosscut.collectives.fast import joins_norm
 from crosscut.distributed.mesh import Mesh
 from crosscut.errors import choose
 from crosscut.layers.attention import ParallelAttention
+from crosscut.layers.linear import ColumnParallelLinear, RowParallelLinear
+from crosscut.layers.matmul import linear
 from crosscut.layers.mlp import ParallelMLP
 from crosscut.layers.norm import LayerNorm, RMSNorm
+from crosscut.layers.qkv import QKVParallelLinear
 from crosscut.layers.random import ParallelDropout
 from crosscut.layers.shards import shared_seed
+from crosscut.layers.shared_input import Branch, shared_columns
 
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rms": RMSNorm, "layer": LayerNorm}
 
@@ -25,10 +32,11 @@ class ParallelBlock(nn.Module):
     """``x [B, S, H] -> [B, S, H]``: ``h = x + attention(norm(x))``, ``y = h + mlp(norm(h))`` (pre-norm, as Llama).
 
     ``parallel_residual``: ``y = x + attention(norm1(x)) + mlp(norm2(x))`` (GPT-J, GPT-NeoX): the two partial sums are added
-    before one all-reduce, where the sequential block needs two. ``norm``: ``rms`` or ``layer``. ``dropout``: of what each
-    branch adds. ``attention``: options of :class:`ParallelAttention` (``kv_heads``, ``rope_theta``, ``window``, ...).
-    ``gated`` and ``activation``: of :class:`ParallelMLP`. ``sequence_parallel``: x and y are this rank's tokens.
-    Raises UsageError as the layers do.
+    before one all-reduce, where the sequential block needs two, and so are the gradients of x (see ``shared_input``).
+    ``norm``: ``rms`` or ``layer``. ``dropout``: of what each branch adds; ``dropout_invariant``, ``generator``: as in
+    :class:`ParallelDropout`, also for the attention's. ``attention``: options of :class:`ParallelAttention` (``kv_heads``,
+    ``rope_theta``, ``window``, ``bias``, ...). ``gated`` and ``activation``: of :class:`ParallelMLP`. ``sequence_parallel``: x
+    and y are this rank's tokens. Raises UsageError as the layers do, and ``bad-option`` for an unknown attention option.
     """
 
     def __init__(
@@ -45,6 +53,8 @@ class ParallelBlock(nn.Module):
         eps: float = 1e-5,
         parallel_residual: bool = False,
         dropout: float = 0.0,
+        dropout_invariant: bool = False,
+        generator: torch.Generator | None = None,
         sequence_parallel: bool = False,
         attention: dict[str, Any] | None = None,
         device: torch.device | str | None = None,
@@ -59,24 +69,83 @@ class ParallelBlock(nn.Module):
             seed = shared_seed(mesh.tp) if seed is None else seed
             drawn = (seed, seed + 4)
         self.attention_norm, self.mlp_norm = kind(hidden, eps, **like), kind(hidden, eps, **like)
-        self.attention = ParallelAttention(hidden, heads, bias=bias, seed=drawn[0], **like, **(attention or {}))
+        random: dict[str, Any] = {"generator": generator}
+        chosen = {"bias": bias, "dropout_invariant": dropout_invariant, **random, **_checked(attention or {})}
+        self.attention = ParallelAttention(hidden, heads, seed=drawn[0], **like, **chosen)
         self.mlp = ParallelMLP(
             hidden, ffn, activation=activation, gated=gated, bias=bias, sequence_dim=1, seed=drawn[1], **like
         )
-        self.dropout = ParallelDropout(dropout, mesh=mesh, sharded=sequence_parallel, dim=1)
+        random["invariant"] = dropout_invariant
+        self.dropout = ParallelDropout(dropout, mesh=mesh, sharded=sequence_parallel, dim=1, **random)
         self.parallel_residual = parallel_residual
         if parallel_residual:
             self.attention.o.reduce_output = self.mlp.down.reduce_output = False
+            for each in (self.attention_norm, self.mlp_norm):
+                each.partial_gradients = dict.fromkeys(each.cuts, "layer")
 
     def forward(self, x: Tensor, positions: Tensor | None = None, total_tokens: int | None = None) -> Tensor:
         """``x [B, S, H]`` or, with sequence_parallel, ``[B, S/tp, H]`` -> the same shape.
 
         ``positions``: for the rotation, of the whole sequence; ``total_tokens``: S when it does not divide.
         """
-        attended = self.attention(self.attention_norm(x), positions, total_tokens)
         if self.parallel_residual:
-            partial = attended + self.mlp(self.mlp_norm(x), total_tokens)
+            partial = self._both(x, positions, total_tokens)
             both = self.mlp.down.plus_bias(self.attention.o.finish(partial))
             return x + self.dropout(both, total_tokens)
-        x = x + self.dropout(attended, total_tokens)
-        return x + self.dropout(self.mlp(self.mlp_norm(x), total_tokens), total_tokens)
+        if self._in_one_kernel(x):
+            x, normed = self._attended(x, positions)
+        else:
+            x = x + self.dropout(self.attention(self.attention_norm(x), positions, total_tokens), total_tokens)
+            normed = self.mlp_norm(x)
+        return x + self.dropout(self.mlp(normed, total_tokens), total_tokens)
+
+    def _in_one_kernel(self, x: Tensor) -> bool:
+        """Whether a kernel can do all between the attention's output multiply and the MLP: sum over ranks, residual, norm."""
+        attention, norm = self.attention, self.mlp_norm
+        if (
+            torch.is_grad_enabled()
+            or attention.group.size == 1
+            or norm.sequence_parallel
+            or torch.is_autocast_enabled(x.device.type)
+        ):
+            return False
+        return (
+            not (self.training and self.dropout.p)
+            and _untouched(attention, attention.o, norm)
+            and joins_norm(x, attention.group)
+        )
+
+    def _attended(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``x + attention(norm(x))`` and its norm, for the MLP."""
+        attention, norm = self.attention, self.mlp_norm
+        mixed = attention.mix(attention.qkv(self.attention_norm(x)), positions)
+        partial = linear(mixed, attention.o.weight, then=("all_reduce_norm", attention.group))
+        is_layer = isinstance(norm, LayerNorm)
+        normed, x = all_reduce_norm(partial, x, norm.weight, attention.group, norm.eps, attention.o.bias, norm.bias, is_layer)
+        return x, normed
+
+    def _both(self, x: Tensor, positions: Tensor | None, total_tokens: int | None) -> Tensor:
+        """What the two branches add, this rank's partial sums, without biases."""
+        attention, mlp = self.attention, self.mlp
+        if not _untouched(attention, mlp, attention.qkv, mlp.up, self.attention_norm, self.mlp_norm):
+            partial = attention(self.attention_norm(x), positions, total_tokens)  # someone changed a part: call it
+            return partial + mlp(self.mlp_norm(x), total_tokens)
+        branches = Branch(self.attention_norm, *attention.qkv.rows()), Branch(self.mlp_norm, *mlp.up._own())
+        qkv, up = shared_columns(x, branches, attention.group, attention.qkv.sequence_dim, total_tokens)
+        return attention.o(attention.mix(qkv, positions)) + mlp.down(mlp.activate(up))
+
+
+_OWN = {ParallelAttention, ParallelMLP, QKVParallelLinear, ColumnParallelLinear, RowParallelLinear, RMSNorm, LayerNorm}
+_SET_BY_BLOCK = ("self", "hidden", "heads", "mesh", "sequence_parallel", "sequence_dim", "device", "dtype", "seed")
+
+
+def _untouched(*parts: nn.Module) -> bool:
+    """Whether these are crosscut's own layers without hooks, so that their work may be done elsewhere."""
+    return all(type(part) in _OWN and not part._forward_hooks and not part._forward_pre_hooks for part in parts)
+
+
+def _checked(attention: dict[str, Any]) -> dict[str, Any]:
+    known = [name for name in signature(ParallelAttention.__init__).parameters if name not in _SET_BY_BLOCK]
+    for name in attention:
+        choose("attention option", name, known)
+    return attention

@@ -8,6 +8,7 @@ Shapes: ``logits [..., V/tp]``, ``target [...]`` of class numbers in the whole v
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd import Function
 from crosscut.collectives import all_reduce
 from crosscut.distributed.mesh import Group
 from crosscut.errors import UsageError, choose
+from crosscut.layers.checks import check_tokens
 from crosscut.sharding import shard_range
 
 
@@ -34,16 +36,25 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """The loss of ``target`` under the softmax over all ranks' logits; float32, the same on every rank.
 
-    ``vocab_size``: V, needed when it does not divide (default: the ranks' shards are equal). ``weight [V]``: class
+    ``vocab_size``: V. On more than one rank it must be given: logits that someone has gathered already would otherwise pass for
+    shards of a vocabulary tp times as large, and the loss be off by log(tp). ``weight [V]``: class
     weights, whole on every rank. ``label_smoothing``: in [0, 1]. ``z_loss``: adds ``z_loss * log(sum exp logits)^2`` a token.
     ``reduction``: ``mean`` (over the weights of the targets that are not ignored, as torch does; the z-loss over their
     number), ``sum``, or ``none`` (shape of ``target``, 0 where ignored). All targets ignored: the mean is NaN, as torch's.
-    Raises UsageError: ``bad-shape`` when shapes do not fit, ``bad-size`` for a target outside the vocabulary (checked on
-    CPU, where it costs nothing), ``bad-option`` for an unknown reduction or a label smoothing outside [0, 1].
+    Raises UsageError: ``bad-shape`` when shapes do not fit, ``bad-dtype`` for logits or targets of the wrong kind, ``bad-size``
+    for a target outside the vocabulary (checked on CPU, where it costs nothing), ``bad-option`` for an unknown reduction, a
+    label smoothing outside [0, 1], a negative z-loss, or no vocab_size on several ranks.
     """
     choose("reduction", reduction, ("mean", "sum", "none"))
-    vocab = logits.shape[-1] * group.size if vocab_size is None else vocab_size
-    mine = _check(logits, target, group, vocab, weight, ignore_index, label_smoothing)
+    if vocab_size is None and group.size > 1:
+        raise UsageError(
+            f"cross-entropy over {group.size} ranks without vocab_size",
+            code="bad-option",
+            fix="give the size of the whole vocabulary",
+        )
+    vocab = logits.shape[-1] if vocab_size is None else vocab_size
+    mine = _check(logits, target, group, vocab, weight, ignore_index, label_smoothing, z_loss)
+    target = target.long()
     kept = target != ignore_index
     place = target - mine.start
     here = kept & (place >= 0) & (place < mine.stop - mine.start)
@@ -68,7 +79,14 @@ def vocab_parallel_cross_entropy(
 
 
 def _check(
-    logits: Tensor, target: Tensor, group: Group, vocab: int, weight: Tensor | None, ignore: int, smoothing: float
+    logits: Tensor,
+    target: Tensor,
+    group: Group,
+    vocab: int,
+    weight: Tensor | None,
+    ignore: int,
+    smoothing: float,
+    z_loss: float,
 ) -> slice:
     mine = shard_range(vocab, group.size, group.rank)
     if logits.shape[:-1] != target.shape or logits.shape[-1] != mine.stop - mine.start:
@@ -84,16 +102,13 @@ def _check(
             code="bad-shape",
             fix="give one weight for each class of the whole vocabulary",
         )
+    if not 0.0 <= z_loss < math.inf:
+        raise UsageError(f"z_loss={z_loss}", code="bad-option", fix="give 0 or a small number above it, such as 1e-4")
     if not 0.0 <= smoothing <= 1.0:
         raise UsageError(f"label_smoothing={smoothing}", code="bad-option", fix="give a number from 0 to 1")
-    if target.device.type == "cpu":
-        wrong = target[(target != ignore) & ((target < 0) | (target >= vocab))]
-        if wrong.numel():
-            raise UsageError(
-                f"target {int(wrong[0])} is not one of the {vocab} classes",
-                code="bad-size",
-                fix=f"give targets from 0 to {vocab - 1}, or ignore_index ({ignore})",
-            )
+    if not logits.is_floating_point():
+        raise UsageError(f"logits are {logits.dtype}", code="bad-dtype", fix="give float32, bfloat16, float16 or float64")
+    check_tokens("target", target, vocab, ignore)
     return mine
 
 

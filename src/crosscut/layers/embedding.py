@@ -16,6 +16,7 @@ from typing_extensions import Self
 from crosscut.collectives import reduce_from_tp, reduce_scatter_sequence
 from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError
+from crosscut.layers.checks import check_dtype, check_tokens
 from crosscut.layers.shards import gather, refuse_empty, shared_seed, take, uniform_
 from crosscut.sharding import Column, shard_range
 
@@ -25,7 +26,7 @@ class VocabParallelEmbedding(nn.Module):
 
     ``padding_idx`` as in ``nn.Embedding``: that row gets no gradient. ``sequence_parallel``: the output is this rank's tokens
     alone, along ``sequence_dim`` (one reduce-scatter in place of the all-reduce).
-    Raises UsageError (``bad-size``) for a size below 1 or a padding_idx outside the vocabulary.
+    Raises UsageError: ``bad-size`` for a size below 1 or a padding_idx outside the vocabulary, ``bad-dtype`` for integers.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         refuse_empty(num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        check_dtype(dtype)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise UsageError(
                 f"padding_idx={padding_idx} in a vocabulary of {num_embeddings}",
@@ -102,16 +104,10 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """``ids [...]`` of whole-vocabulary tokens, the same on every rank -> ``[..., H]``.
 
-        Raises UsageError (``bad-size``) for a token outside the vocabulary (checked on CPU, where it costs nothing).
+        Raises UsageError: ``bad-dtype`` for ids that are no whole numbers, ``bad-size`` for a token outside the vocabulary
+        (checked on CPU, where it costs nothing).
         """
-        if ids.device.type == "cpu":
-            wrong = ids[(ids < 0) | (ids >= self.num_embeddings)]
-            if wrong.numel():
-                raise UsageError(
-                    f"token {int(wrong[0])} is not in the vocabulary of {self.num_embeddings}",
-                    code="bad-size",
-                    fix=f"give tokens from 0 to {self.num_embeddings - 1}",
-                )
+        check_tokens("token", ids, self.num_embeddings)
         y = self._look_up(ids)
         if self.sequence_parallel:
             return reduce_scatter_sequence(y, self.group, self.sequence_dim)

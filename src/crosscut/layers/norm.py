@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from crosscut.collectives import copy_to_tp
 from crosscut.distributed.mesh import Mesh
+from crosscut.layers.checks import check_dtype, check_eps
 from crosscut.layers.shards import refuse_empty
 from crosscut.sharding import Cut, Replicated
 
@@ -34,15 +35,26 @@ class _Norm(nn.Module):
     ) -> None:
         super().__init__()
         refuse_empty(hidden=hidden)
+        check_eps(eps)
+        check_dtype(dtype)
         where = mesh.device if device is None else device
         self.hidden, self.eps, self.group, self.sequence_parallel = hidden, eps, mesh.tp, sequence_parallel
         self.cuts: dict[str, Cut] = dict.fromkeys(("weight", "bias") if bias else ("weight",), Replicated())
         self.shapes = dict.fromkeys(self.cuts, (hidden,))
+        self.partial_gradients = dict.fromkeys(self.cuts, "layer") if sequence_parallel else {}
         self.weight = nn.Parameter(torch.ones(hidden, device=where, dtype=dtype))
         self.register_parameter("bias", nn.Parameter(torch.zeros(hidden, device=where, dtype=dtype)) if bias else None)
 
-    def _whole(self, parameter: Tensor) -> Tensor:
-        return copy_to_tp(parameter, self.group) if self.sequence_parallel else parameter
+    def forward(self, x: Tensor) -> Tensor:
+        """``x [..., H] -> [..., H]``."""
+        if not self.sequence_parallel:
+            return self.normalise(x, self.weight, self.bias)
+        bias = None if self.bias is None else copy_to_tp(self.bias, self.group)
+        return self.normalise(x, copy_to_tp(self.weight, self.group), bias)
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The norm with these parameters; their gradients are left as they come."""
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         """For ``print(module)``."""
@@ -52,7 +64,7 @@ class _Norm(nn.Module):
 class RMSNorm(_Norm):
     """``y = x / sqrt(mean(x^2) + eps) * weight`` over the last dim (arXiv 1910.07467). ``x [..., H]``, all or own tokens.
 
-    Raises UsageError (``bad-size``) for a size below 1.
+    Raises UsageError: ``bad-size`` for a size below 1, ``bad-option`` for a negative eps, ``bad-dtype`` for integers.
     """
 
     def __init__(
@@ -67,15 +79,15 @@ class RMSNorm(_Norm):
     ) -> None:
         super().__init__(hidden, eps, False, mesh, sequence_parallel, device, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x [..., H] -> [..., H]``."""
-        return F.rms_norm(x, (self.hidden,), self._whole(self.weight), self.eps)
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x [..., H] -> [..., H]``; there is no bias."""
+        return F.rms_norm(x, (self.hidden,), weight, self.eps)
 
 
 class LayerNorm(_Norm):
     """Layer normalisation (arXiv 1607.06450) over the last dim. ``x [..., H]``, all or own tokens.
 
-    Raises UsageError (``bad-size``) for a size below 1.
+    Raises UsageError: ``bad-size`` for a size below 1, ``bad-option`` for a negative eps, ``bad-dtype`` for integers.
     """
 
     def __init__(
@@ -91,7 +103,6 @@ class LayerNorm(_Norm):
     ) -> None:
         super().__init__(hidden, eps, bias, mesh, sequence_parallel, device, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x [..., H] -> [..., H]``."""
-        bias = None if self.bias is None else self._whole(self.bias)
-        return F.layer_norm(x, (self.hidden,), self._whole(self.weight), bias, self.eps)
+        return F.layer_norm(x, (self.hidden,), weight, bias, self.eps)

@@ -9,11 +9,15 @@ default CPU generator, activation checkpointing, which restores it, recomputes t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
 from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError
+from crosscut.layers.checks import check_dropout
 from crosscut.sharding import shard_sizes
 
 _SPREAD = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: neighbouring ranks get seeds that share no pattern
@@ -44,8 +48,7 @@ class ParallelDropout(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        if not 0 <= p < 1:
-            raise UsageError(f"dropout p={p}", code="bad-option", fix="give a probability from 0 up to, not including, 1")
+        check_dropout(p)
         self.p, self.group, self.sharded, self.dim = p, mesh.tp, sharded, dim
         self.invariant, self.generator = invariant, generator
 
@@ -56,15 +59,15 @@ class ParallelDropout(nn.Module):
         """
         if not self.training or self.p == 0:
             return x
-        seed = int(torch.randint(0, 2**62, (), generator=self.generator))
+        seed = _draw(self.generator)
         if self.sharded and self.invariant:
             kept = self._part_of_whole(x, seed, total)
         else:
-            kept = self._mask(x.shape, x.device, seed + (self.group.rank * _SPREAD if self.sharded else 0))
+            kept = self._mask(x.shape, x.device, _mixed(seed, self.group.rank if self.sharded else 0))
         return x * kept.to(x.dtype) / (1 - self.p)
 
     def _mask(self, shape: torch.Size, device: torch.device, seed: int) -> Tensor:
-        generator = torch.Generator(device).manual_seed(seed % 2**63)
+        generator = torch.Generator(device).manual_seed(seed)
         return torch.empty(shape, device=device).bernoulli_(1 - self.p, generator=generator)
 
     def _part_of_whole(self, x: Tensor, seed: int, total: int | None) -> Tensor:
@@ -83,3 +86,63 @@ class ParallelDropout(nn.Module):
     def extra_repr(self) -> str:
         """For ``print(module)``."""
         return f"p={self.p}, sharded={self.sharded}, invariant={self.invariant}"
+
+
+class HeadDropout(nn.Module):
+    """Dropout of the attention weights of this rank's query heads, ``[B, N/tp, S, S]``: no two heads share a mask.
+
+    ``heads``: which of the N heads the rank holds. ``invariant``: each head's mask depends on its number alone, so that any tp
+    gives the masks that one device would; that needs the weights written out, which fused attention avoids (``4 B N/tp S^2``
+    bytes and more for the backward). Otherwise a GPU's fused kernel draws the masks, from a seed of each rank's own. On CPUs,
+    where no fused kernel has dropout, masks are always invariant. ``generator``: as in :class:`ParallelDropout`.
+    Raises UsageError (``bad-option``) unless 0 <= p < 1.
+    """
+
+    def __init__(
+        self, p: float, heads: slice, *, mesh: Mesh, invariant: bool = False, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__()
+        check_dropout(p)
+        self.p, self.heads, self.group, self.invariant, self.generator = p, heads, mesh.tp, invariant, generator
+
+    @contextmanager
+    def drawn(self, device: torch.device) -> Iterator[float | Callable[[Tensor], Tensor]]:
+        """Within: a function that drops weights ``[B, N/tp, ...]``, or p for a kernel that draws from torch's own generator.
+
+        p is 0 when nothing is dropped. The same number of draws on each rank, whatever heads it holds.
+        """
+        if not self.training or self.p == 0:
+            yield 0.0
+            return
+        seed = _draw(self.generator)
+        if self.invariant or device.type != "cuda":
+            heads = range(self.heads.start, self.heads.stop)
+            yield _Masks(self.p, [torch.Generator(device).manual_seed(_mixed(seed, head + 1)) for head in heads])
+            return
+        with torch.random.fork_rng([device], device_type="cuda"), torch.cuda.device(device):
+            torch.cuda.manual_seed(_mixed(seed, self.group.rank))
+            yield self.p
+
+    def extra_repr(self) -> str:
+        """For ``print(module)``."""
+        return f"p={self.p}, invariant={self.invariant}"
+
+
+class _Masks:
+    """Drops elements of ``[B, N/tp, ...]``, each head from its own generator; each call draws on."""
+
+    def __init__(self, p: float, generators: list[torch.Generator]) -> None:
+        self.p, self.generators = p, generators
+
+    def __call__(self, weights: Tensor) -> Tensor:
+        shape = (weights.shape[0], *weights.shape[2:])
+        drawn = [torch.empty(shape, device=weights.device).bernoulli_(1 - self.p, generator=g) for g in self.generators]
+        return weights * torch.stack(drawn, 1).to(weights.dtype) / (1 - self.p)
+
+
+def _draw(generator: torch.Generator | None) -> int:
+    return int(torch.randint(0, 2**62, (), generator=generator))
+
+
+def _mixed(seed: int, place: int) -> int:
+    return (seed + place * _SPREAD) % 2**63

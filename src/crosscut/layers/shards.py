@@ -19,9 +19,9 @@ _BLOCK = 64  # rows that share one random stream, so that a rank draws little mo
 
 
 def refuse_empty(**sizes: int) -> None:
-    """Raise UsageError (``bad-size``) naming the first of ``sizes`` that is below 1."""
+    """Raise UsageError (``bad-size``) naming the first of ``sizes`` that is no whole number or below 1."""
     for name, size in sizes.items():
-        if size < 1:
+        if not isinstance(size, int) or size < 1:
             raise UsageError(f"{name}={size}", code="bad-size", fix="give a size of at least 1")
 
 

@@ -1,0 +1,83 @@
+"""What several layers check when they are built, and tensors that depend on sizes alone, made once for all layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from crosscut.errors import UsageError
+
+R = TypeVar("R")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_KEPT = 4  # results of each function: the lengths of training and evaluation, on a device or two
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Raise UsageError (``bad-dtype``) for a dtype in which parameters cannot be multiplied and trained."""
+    if dtype is not None and dtype not in _DTYPES:
+        allowed = ", ".join(str(known) for known in _DTYPES)
+        raise UsageError(f"dtype={dtype} for parameters", code="bad-dtype", fix=f"use one of: {allowed}")
+
+
+def check_eps(eps: float) -> None:
+    """Raise UsageError (``bad-option``) for an eps that is negative or no finite number."""
+    if not 0 <= eps < math.inf:
+        raise UsageError(f"eps={eps}", code="bad-option", fix="give a small number, such as 1e-5, not below 0")
+
+
+def check_dropout(p: float) -> None:
+    """Raise UsageError (``bad-option``) unless 0 <= p < 1."""
+    if not 0 <= p < 1:
+        raise UsageError(f"dropout p={p}", code="bad-option", fix="give a probability from 0 up to, not including, 1")
+
+
+def check_positive(**options: float | None) -> None:
+    """Raise UsageError (``bad-option``) naming the first of ``options`` that is given and not a finite number above 0."""
+    for name, value in options.items():
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{name}={value}", code="bad-option", fix="give a number above 0, or None")
+
+
+def check_tokens(what: str, ids: Tensor, vocab: int, ignore: int | None = None) -> None:
+    """Raise UsageError: ``bad-dtype`` for ids that are no whole numbers, ``bad-size`` for one outside the vocabulary.
+
+    The second on CPU alone: elsewhere it would make the host wait for the device.
+    """
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise UsageError(f"{what}s are {ids.dtype}", code="bad-dtype", fix="give torch.int64")
+    if ids.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    outside = (ids < 0) | (ids >= vocab)
+    wrong = ids[outside if ignore is None else outside & (ids != ignore)]
+    if wrong.numel():
+        raise UsageError(
+            f"{what} {int(wrong[0])} is not one of the {vocab} of the vocabulary",
+            code="bad-size",
+            fix=f"give {what}s from 0 to {vocab - 1}" + (f", or ignore_index ({ignore})" if ignore is not None else ""),
+        )
+
+
+def remembered(make: Callable[..., R]) -> Callable[..., R]:
+    """``make`` with its last few results kept and shared, by its (hashable) arguments. Nobody may change a result.
+
+    Not while torch.compile or a CUDA graph records: what is made then belongs to the record. The results can be saved for
+    a backward even when inference mode asked for them first.
+    """
+
+    @lru_cache(maxsize=_KEPT)
+    def kept(*args: Any) -> R:
+        with torch.inference_mode(False):
+            return make(*args)
+
+    @wraps(make)
+    def get(*args: Any) -> R:
+        if torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return make(*args)
+        return kept(*args)
+
+    return get
