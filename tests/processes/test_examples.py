@@ -14,11 +14,14 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 SECONDS = 90.0
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    """``command`` on the CPU, with nothing in its environment that makes it somebody's rank."""
+def _environment() -> dict[str, str]:
+    """For a command on the CPU, with nothing in it that makes it somebody's rank."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH") if name in os.environ}
-    ours = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=kept | ours, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return kept | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=SECONDS, check=False)
 
 
 @pytest.mark.parametrize("command", [(sys.executable,), TORCHRUN], ids=["python", "torchrun"])

@@ -1,43 +1,62 @@
-"""The training example gives one loss curve however its ranks are used, and goes on where it was stopped."""
+"""The training example gives one loss curve however its ranks are used, and goes on where it was killed."""
 
 from __future__ import annotations
 
-import json
+import subprocess
 from pathlib import Path
 
 import pytest
-from test_examples import EXAMPLES, TORCHRUN, _run
+from test_examples import EXAMPLES, TORCHRUN, _environment, _run
+
+from crosscut.records import Row, RunRecord
 
 SCRIPT = str(EXAMPLES[0].with_name("train_tiny_llama.py"))
 STEPS = 12
 
 
-def losses(tmp_path: Path, ranks: int, *flags: str, steps: int = STEPS) -> list[float]:
-    out = tmp_path / "losses.json"
+def trained(tmp_path: Path, ranks: int, *flags: str) -> Row:
+    record = tmp_path / "run.json"
     launcher = (*TORCHRUN[:-1], str(ranks)) if ranks > 1 else TORCHRUN[:1]
-    done = _run(*launcher, SCRIPT, "--steps", str(steps), "--losses", str(out), *flags)
+    done = _run(*launcher, SCRIPT, "--steps", str(STEPS), "--record", str(record), *flags)
     assert done.returncode == 0, done.stderr
-    return list(json.loads(out.read_text()))
+    (row,) = RunRecord.read(record).rows
+    assert row.extra["tokens_per_s"] > 0
+    return row
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    found = losses(tmp_path_factory.mktemp("alone"), 1)
+    row = trained(tmp_path_factory.mktemp("alone"), 1)
+    found: list[float] = row.extra["loss"]
+    assert row.impl == "tp 1, dp 1"
+    assert len(found) == row.n == STEPS
     assert found[-1] < found[0] - 1.5, "it does not learn"
     return found
 
 
-ARRANGEMENTS = {"sp 2": (2, ("--sp",)), "dp 2": (2, ("--tp", "1")), "sp 3": (3, ("--sp",))}
+ARRANGEMENTS = {"tp 2, dp 1, sp": (2, ("--sp",)), "tp 1, dp 2": (2, ("--tp", "1")), "tp 3, dp 1, sp": (3, ("--sp",))}
 
 
-@pytest.mark.parametrize(("ranks", "flags"), ARRANGEMENTS.values(), ids=ARRANGEMENTS)
-def test_the_loss_curve_does_not_depend_on_the_ranks(
-    tmp_path: Path, alone: list[float], ranks: int, flags: tuple[str, ...]
-) -> None:
-    assert losses(tmp_path, ranks, *flags) == pytest.approx(alone, abs=2e-3)
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+def test_the_loss_curve_does_not_depend_on_the_ranks(tmp_path: Path, alone: list[float], arrangement: str) -> None:
+    ranks, flags = ARRANGEMENTS[arrangement]
+    row = trained(tmp_path, ranks, *flags)
+    assert row.impl == arrangement
+    assert row.extra["loss"] == pytest.approx(alone, abs=2e-3)
 
 
-def test_it_goes_on_where_it_was_stopped_on_other_ranks(tmp_path: Path, alone: list[float]) -> None:
-    checkpoint = ("--checkpoint", str(tmp_path / "tiny.safetensors"))
-    assert losses(tmp_path, 2, *checkpoint, steps=5) == pytest.approx(alone[:5], abs=2e-3)
-    assert losses(tmp_path, 1, *checkpoint) == pytest.approx(alone[5:], abs=2e-3)
+def test_it_goes_on_where_it_was_killed_on_other_ranks(tmp_path: Path, alone: list[float]) -> None:
+    """SIGKILL in the middle, perhaps of a save; then two ranks, whose record continues the one rank's curve."""
+    flags = ("--checkpoint", str(tmp_path / "tiny.safetensors"), "--every", "1")
+    command = (*TORCHRUN[:1], SCRIPT, "--steps", str(STEPS), "--record", str(tmp_path / "run.json"), *flags)
+    with subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        while "step    3" not in first.stdout.readline():  # the checkpoint of step 2 is written
+            assert first.poll() is None
+        first.kill()
+    before = RunRecord.read(tmp_path / "run.json").rows[0]
+    assert 2 <= (before.n or 0) < STEPS
+    row = trained(tmp_path, 2, *flags)
+    assert row.impl == "tp 2, dp 1"
+    assert row.extra["first_step"] == 0
+    assert row.extra["loss"] == pytest.approx(alone, abs=2e-3)

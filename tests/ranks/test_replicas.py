@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import crosscut as cc
 from crosscut.collectives import all_reduce
@@ -158,6 +159,17 @@ def test_broadcast_makes_copies_equal_and_leaves_shards_alone(on_ranks: OnRanks)
 
     results = on_ranks(4, body, tp=2)
     assert all(float(norm.sum()) == 0 for norm, _ in results)
+
+
+def test_parameters_spread_over_other_ranks_than_dp_are_refused(on_ranks: OnRanks) -> None:
+    def body(mesh: Mesh) -> None:
+        assert mesh.device_mesh is not None
+        model = nn.Linear(4, 4, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh.device_mesh["tp"], [Shard(0)]))
+        check_replicas(model, mesh)
+
+    with pytest.raises(UsageError, match=r"'weight' is a DTensor over the ranks \[0, 1\], and dp is \[\d\]"):
+        on_ranks(2, body)
 
 
 def test_max_norm_must_be_positive(on_ranks: OnRanks) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,50 +11,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import crosscut as cc
 from crosscut.distributed.mesh import Mesh
-from crosscut.errors import UsageError
-from crosscut.layers import ParallelBlock
-from crosscut.layers.replicas import placed_parameters
-from crosscut.layers.shards import gather
+from crosscut.errors import RankError, UsageError
+from crosscut.layers.placed import Placed
 from crosscut.models import weights
 from crosscut.models.stream import damaged, write_stream
 from crosscut.models.weights import load, save
+from split_net import VOCAB, Net, advance, alone, trained, wholes
 
 OnRanks = Callable[..., list[Any]]
-VOCAB, HIDDEN = 19, 12
-
-
-class Net(nn.Module):
-    """Every kind of cut: vocabulary, packed heads with KV heads to replicate, packed MLP, row, replicated."""
-
-    def __init__(self, mesh: Mesh, seed: int, hidden: int = HIDDEN) -> None:
-        super().__init__()
-        self.embedding = cc.VocabParallelEmbedding(VOCAB, hidden, mesh=mesh, seed=seed)
-        self.block = ParallelBlock(hidden, 4, 10, mesh=mesh, norm="layer", attention={"kv_heads": 2}, seed=seed + 9)
-        self.head = cc.ColumnParallelLinear(hidden, VOCAB, mesh=mesh, seed=seed + 99)
-
-    def loss(self, mesh: Mesh, step: int) -> Tensor:
-        ids = torch.randint(0, VOCAB, (2, 5), generator=torch.Generator().manual_seed(step))
-        return cc.vocab_parallel_cross_entropy(self.head(self.block(self.embedding(ids))), ids, mesh.tp, VOCAB)
-
-
-def trained(mesh: Mesh, steps: int, seed: int = 1) -> tuple[Net, torch.optim.AdamW]:
-    model = Net(mesh, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    advance(model, optimizer, mesh, range(steps))
-    return model, optimizer
-
-
-def advance(model: Net, optimizer: torch.optim.Optimizer, mesh: Mesh, steps: range) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        model.loss(mesh, step).backward()
-        optimizer.step()
-
-
-def wholes(model: nn.Module, mesh: Mesh) -> dict[str, Tensor]:
-    return {p.name: gather(p.local, p.cut, p.shape, mesh.tp) for p in placed_parameters(model)}
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -88,20 +53,14 @@ def test_training_goes_on_at_another_tp_as_if_nothing_had_happened(
         model = Net(mesh, 77)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         assert load(model, path, mesh, optimizer) == {"step": "3"}
-        advance(model, optimizer, mesh, range(3, 6))
+        advance(model, optimizer, range(3, 6))
         return wholes(model, mesh)
 
     on_ranks(before, first)
-    ((uninterrupted, _),) = [(wholes(trained(mesh, 6)[0], mesh), None) for mesh in [alone()]]
+    uninterrupted = wholes(trained(alone(), 6)[0], alone())
     for got in on_ranks(after, second):
         for name, whole in uninterrupted.items():
             torch.testing.assert_close(got[name], whole, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def alone() -> Mesh:
-    from crosscut.distributed.mesh import make_mesh
-
-    return make_mesh(device="cpu")
 
 
 def test_a_fresh_optimizer_would_turn_that_check_red(on_ranks: OnRanks, tmp_path: Path) -> None:
@@ -111,7 +70,7 @@ def test_a_fresh_optimizer_would_turn_that_check_red(on_ranks: OnRanks, tmp_path
     save(model, path, mesh, optimizer)
     other = Net(mesh, 77)
     load(other, path, mesh)
-    advance(other, torch.optim.AdamW(other.parameters(), lr=1e-2), mesh, range(3, 6))
+    advance(other, torch.optim.AdamW(other.parameters(), lr=1e-2), range(3, 6))
     whole = trained(mesh, 6)[0]
     assert not torch.allclose(other.head.weight, whole.head.weight, rtol=2e-4, atol=2e-6)
 
@@ -120,18 +79,42 @@ def test_an_interrupted_save_leaves_the_old_file(on_ranks: OnRanks, tmp_path: Pa
     path = tmp_path / "m.safetensors"
     on_ranks(2, lambda mesh: save(Net(mesh, 1), path, mesh))
     old = path.read_bytes()
-    honest = weights.gather
+    honest = Placed.whole
 
-    def stops(shard: Tensor, cut: Any, shape: tuple[int, ...], group: Any) -> Tensor:
-        if shape == (VOCAB,):
+    def stops(placed: Placed, group: Any) -> Tensor:
+        if placed.shape == (VOCAB,):
             raise KeyboardInterrupt
-        return honest(shard, cut, shape, group)
+        return honest(placed, group)
 
-    monkeypatch.setattr(weights, "gather", stops)
+    monkeypatch.setattr(Placed, "whole", stops)
     with pytest.raises(KeyboardInterrupt):
         on_ranks(2, lambda mesh: save(Net(mesh, 2), path, mesh))
     assert path.read_bytes() == old
     assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_full_disk_ends_the_save_on_all_ranks(
+    on_ranks: OnRanks, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers PR 48569: ranks waited in a gather for one that had given up, until a watchdog killed them."""
+    path, ended = tmp_path / "m.safetensors", []
+    on_ranks(1, lambda mesh: save(Net(mesh, 1), path, mesh))
+    old = path.read_bytes()
+
+    def full(path: Path, entries: Any, tensors: Iterator[Tensor], notes: Any) -> None:
+        next(tensors)
+        raise OSError(28, "No space left on device")
+
+    def body(mesh: Mesh) -> None:
+        with pytest.raises(RankError if mesh.rank else OSError, match="another rank" if mesh.rank else "No space left"):
+            save(Net(mesh, 2), path, mesh)
+        ended.append(mesh.rank)
+
+    monkeypatch.setattr(weights, "write_stream", full)
+    on_ranks(world, body)
+    assert sorted(ended) == list(range(world))
+    assert path.read_bytes() == old
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -172,6 +155,7 @@ def test_what_does_not_fit_is_refused(on_ranks: OnRanks, tmp_path: Path) -> None
         (lambda: load(Net(mesh, 1, 16), path, mesh), r"is \[19, 12\] in .* and \[19, 16\] in the model"),
         (lambda: load(nn.ModuleDict({"embedding": Net(mesh, 1).embedding}), path, mesh), "more, the model has not"),
         (lambda: load(fresh, path, mesh, torch.optim.AdamW(fresh.parameters())), "has no 'optimizer."),
+        (lambda: save(fresh, path, mesh, torch.optim.AdamW(Net(mesh, 1).parameters())), "are not parameters of the model"),
         (lambda: save(Net(mesh, 1), tmp_path / "no" / "m", mesh), "the folder .* does not exist"),
     ):
         with pytest.raises(UsageError, match=words):

@@ -27,6 +27,7 @@ NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """safetensors' names of torch's dtypes."""
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 Entry = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of one tensor."""
@@ -35,14 +36,18 @@ _PART = 16 << 20  # bytes read at once while a checksum is taken
 
 
 def write_stream(
-    path: Path, entries: Sequence[Entry], tensors: Iterable[Tensor], metadata: Mapping[str, str] | None = None
+    path: Path,
+    entries: Sequence[Entry],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str] | None = None,
+    checksums: bool = True,
 ) -> None:
     """Write ``tensors``, as ``entries`` announce them, to ``path``. Holds one at a time; the file is on disk at return.
 
     A crash leaves a file without its end, so write to another name and rename.
     """
-    placeholder = "0" * (8 * len(entries))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), "crc32": placeholder}}
+    placeholder = {"crc32": "0" * (8 * len(entries))} if checksums else {}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {}), **placeholder}}
     end = 0
     for name, dtype, shape in entries:
         start, end = end, end + math.prod(shape) * dtype.itemsize
@@ -55,9 +60,10 @@ def write_stream(
         for (name, dtype, shape), tensor in zip(entries, tensors, strict=True):
             assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), f"{name} is not what the header says"
             data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            sums.append(f"{zlib.crc32(data):08x}")
+            if checksums:
+                sums.append(f"{zlib.crc32(data):08x}")
             out.write(data)
-        if entries:
+        if sums:
             out.seek(8 + text.index(b'"crc32":"') + len(b'"crc32":"'))
             out.write("".join(sums).encode())
         out.flush()
@@ -94,6 +100,13 @@ def damaged(path: Path, share: int = 0, shares: int = 1) -> list[str]:
         raise UsageError(
             f"{str(path)!r} is not a whole safetensors file: {error}", code="file-unreadable", fix="use another checkpoint"
         ) from None
+
+
+def file_sum(path: Path) -> tuple[int, int]:
+    """Size in bytes and CRC-32 of a file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        return size, _crc(file, size)
 
 
 def _crc(file: Any, nbytes: int) -> int:

@@ -16,6 +16,7 @@ import plotly.graph_objects as go
 from crosscut.hardware import wire
 from crosscut.records import Row, RunRecord
 from crosscut.report.canvas import DASHES, PATTERNS, SYMBOLS, Chart, color, plain, size_axis, slug
+from crosscut.report.curves import curve_charts
 from crosscut.report.kinds import KINDS, Kind, Mark, Point, Series
 from crosscut.report.maps import map_charts
 from crosscut.report.overlays import band, crossing_marks, fit_line, span, whiskers
@@ -36,17 +37,15 @@ def charts(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Chart]:
             shown = [point for point in points if kind.value(point) is not None]
             if kind.family == family and shown:
                 drawn.append(_chart(kind, len(drawn) + 1, names, shown, labels, records))
-    return drawn + map_charts(records, labels, len(drawn) + 1)
+    drawn += map_charts(records, labels, len(drawn) + 1)
+    return drawn + curve_charts(records, labels, len(drawn) + 1)
 
 
 def _points(index: int, record: RunRecord) -> Iterator[Point]:
     for line in compare(record.rows):
-        case = line.case
-        split = f"{case.split} split" if case.split else ""
         for impl, row in line.rows.items():
             series = Series(index, impl, row.world)
-            group = (case.subject, split, case.dtype, case.mode)
-            yield Point("layer", group, case.dtype, series, line.shape, row, speedup(row, line))
+            yield Point("layer", line.case.group, line.case.dtype, series, line.shape, row, speedup(row, line))
     for row in record.rows:
         nbytes = number(row.bytes)
         if nbytes is not None and nbytes > 0 and row.subject not in (*DERIVED, "pair"):
@@ -192,7 +191,7 @@ def _legend(series: Series, shown: dict[Series, Any], labels: Sequence[str]) -> 
 
 
 def _layout(kind: Kind, axis: Axis, points: list[Point]) -> dict[str, Any]:
-    y = {"tickformat": ".0%", "range": [0, 1]} if kind.percent else _log_axis(kind, points)
+    y = _percent_axis(kind, points) if kind.percent else _log_axis(kind, points)
     return {
         "template": {},
         "barmode": "group",
@@ -212,6 +211,12 @@ def _height(figure: go.Figure) -> int:
     titled = {trace.legendgroup for trace in figure.data if trace.legendgrouptitle.text}
     named = [trace for trace in figure.data if trace.showlegend is not False]
     return 400 + (22 * (len(named) + len(titled)) if titled else 0)
+
+
+def _percent_axis(kind: Kind, points: list[Point]) -> dict[str, Any]:
+    """From 0 to 1, and further where a share lies outside: a split slower than the plain one hides less than nothing."""
+    values = [value for value in map(kind.value, points) if value is not None]
+    return {"tickformat": ".0%", "range": [1.1 * min(0.0, *values), max(1.0, *values)]}
 
 
 def _log_axis(kind: Kind, points: list[Point]) -> dict[str, Any]:
