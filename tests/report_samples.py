@@ -47,6 +47,20 @@ def layer_rows(mode: str, subject: str = "linear", split: str = "column") -> lis
     return rows
 
 
+def training_rows(kept: int = 3 << 20) -> list[Row]:
+    """One shape of an MLP with its backward: crosscut hides half of what the plain split takes."""
+    shape, extra = {"tokens": 8, "hidden": 8, "ffn": 16}, {"split": "pair", "pass": "forward+backward"}
+    own: dict[str, dict[str, object]] = {
+        "crosscut": {"hidden_share": 0.5, "saved_bytes": kept},
+        "crosscut_sp": {"hidden_share": -0.25, "saved_bytes": kept // 2},
+    }
+    us = {"single": 30.0, "nccl": 24.0, "crosscut": 20.0, "crosscut_sp": 26.0, "no_comm": 16.0}
+    return [
+        Row("mlp", impl, "graph", 1 if impl == "single" else 2, "bfloat16", shape, us=times(t), extra=extra | own.get(impl, {}))
+        for impl, t in us.items()
+    ]
+
+
 def record(rows: list[Row], **changes: object) -> RunRecord:
     fields: dict[str, object] = {
         "command": "crosscut bench linear --tp 2",

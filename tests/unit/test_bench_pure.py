@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from crosscut.bench.shapes import Shape, parse_counts, parse_dtype, parse_list, parse_shape
+from crosscut.bench.layers import with_gains
+from crosscut.bench.shapes import Shape, parse_counts, parse_dtype, parse_list, parse_shape, parse_sizes
 from crosscut.bench.timing import copies
-from crosscut.bench.verdict import allowed_error, label, noisy, pays_from, speedup, wrong_results
+from crosscut.bench.verdict import allowed_error, kept, label, noisy, pays_from, speedup, wrong_results
+from crosscut.cli.main import main
 from crosscut.errors import UsageError
 from crosscut.records import Row, Times
 from crosscut.units import ROUNDOFF
@@ -33,6 +36,44 @@ def test_shape_typos_are_refused(text: str) -> None:
         parse_shape(text)
     assert caught.value.code == "bad-shape"
     assert caught.value.fix
+
+
+def test_mlp_sizes_are_read_and_typos_refused() -> None:
+    assert parse_sizes(" 32 x 4096x14336") == (32, 4096, 14336)
+    for text, words in (("32x4096", "cannot be read"), ("32x4096->14336", "cannot be read"), ("0x4x8", "has a size of 0")):
+        with pytest.raises(UsageError, match=words):
+            parse_sizes(text)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ("mlp --shape 32x4096", "the shape '32x4096' cannot be read"),
+        ("mlp --activation swish", "activation 'swish' is not known"),
+        ("mlp --against ncll", "did you mean 'nccl'"),
+        ("mlp --dtype bf17", "dtype 'bf17' is not known"),
+        ("block --tokens 1,x", "--tokens '1,x' is not a list of numbers"),
+        ("block --limit 1G", "only --memory takes --limit"),
+        ("block --memory --ffn 64", "it takes no --ffn"),
+        ("block --memory --limit big", "'big' is not a size"),
+        (
+            "block --tp 1 --device cpu --hidden 30 --heads 4",
+            "a block of hidden 30 with 4 heads and 1 KV heads does not work out",
+        ),
+    ],
+)
+def test_bad_flags_get_one_message(
+    args: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # main sets it: undone after the test
+    monkeypatch.setattr(sys, "argv", ["crosscut", "bench", *args.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert "what to do:" in told
+    assert "Traceback" not in told
 
 
 def test_dtypes_and_lists() -> None:
@@ -74,6 +115,39 @@ def test_verdict_when_it_never_or_always_or_oddly_pays() -> None:
     assert "not measured in graph mode" in pays_from("crosscut", "graph", always)
 
 
+def test_the_two_passes_are_judged_apart() -> None:
+    def both(row: Row) -> Row:
+        return replace(row, extra={"pass": "forward+backward"})
+
+    rows = [row("single", 1, 10), row("crosscut", 1, 20), both(row("single", 1, 30, 1e-7)), both(row("crosscut", 1, 15, 0.3))]
+    assert speedup(rows[3], rows) == 2
+    assert "does not pay at any size measured (best 0.50x" in pays_from("crosscut", "eager", rows)
+    sentence = pays_from("crosscut", "eager", rows, "forward+backward")
+    assert sentence.startswith(
+        "In eager mode, forward and backward, the crosscut split pays at every size measured (best 2.00x"
+    )
+    (wrong,) = wrong_results(rows)
+    assert wrong.startswith("crosscut (eager, with backward) at 1 x 8 -> 8: relative error 0.3")
+
+
+def test_what_is_hidden_is_counted_from_the_floor_to_the_plain_split() -> None:
+    rows = [row("single", 1, 10), row("gloo", 1, 9), row("crosscut", 1, 6), row("crosscut_sp", 1, 10), row("no_comm", 1, 5)]
+    shares = {r.impl: r.extra.get("hidden_share") for r in with_gains(rows, "gloo")}
+    assert shares == {"single": None, "gloo": None, "crosscut": 0.75, "crosscut_sp": -0.25, "no_comm": None}
+    assert [r.extra.get("comm_share") for r in rows] == [None, 0.4444, 0.1667, 0.5, None]
+    assert [r.extra.get("speedup") for r in rows] == [None, 1.1111, 1.6667, 1.0, 2.0]
+    lucky = [row("single", 1, 10), row("gloo", 1, 5), row("crosscut", 1, 6), row("no_comm", 1, 5)]
+    assert "hidden_share" not in with_gains(lucky, "gloo")[2].extra, "nothing to hide"
+    assert "hidden_share" not in with_gains([*rows[:1], row("crosscut", 1, 6), row("no_comm", 1, 5)], "gloo")[1].extra
+
+
+def test_what_is_kept_is_told_once_for_a_shape() -> None:
+    modes = [(impl, mode, 4096 // n) for mode in ("graph", "eager") for impl, n in (("crosscut", 1), ("crosscut_sp", 2))]
+    rows = [replace(row(impl, 8, 10, mode=mode), extra={"saved_bytes": nbytes}) for impl, mode, nbytes in modes]
+    assert kept(rows) == ["8 x 8 -> 8: a rank keeps 4 KiB for the backward, with sequence parallelism 2 KiB."]
+    assert kept([row("crosscut", 8, 10), row("crosscut_sp", 8, 10)]) == []
+
+
 def test_a_wrong_result_is_named_and_a_rounded_one_is_not() -> None:
     right = [row("single", 1, 10, 3e-7), row("crosscut", 1, 20, 4e-7), row("no_comm", 1, 5, None)]
     assert wrong_results(right) == []
@@ -94,6 +168,9 @@ def test_a_noisy_run_is_called_noisy() -> None:
 
 def test_labels() -> None:
     assert label({"tokens": 1, "hidden": 4, "ffn": 16}) == "1 x 4 -> 16 -> 4"
+    block = {"tokens": 8, "hidden": 4, "heads": 2, "kv_heads": 1, "ffn": 16}
+    assert label(block) == "8 x 4 (2/1 heads, ffn 16)"
+    assert label({"batch": 3, **block}) == "3 x 8 x 4 (2/1 heads, ffn 16)"
 
 
 def test_weights_rotate_past_the_cache() -> None:
@@ -103,9 +180,10 @@ def test_weights_rotate_past_the_cache() -> None:
         assert count >= 1
 
 
-def test_help_and_bad_flags_start_without_torch() -> None:
+@pytest.mark.parametrize("command", ["linear", "mlp", "block"])
+def test_help_and_bad_flags_start_without_torch(command: str) -> None:
     code = (
-        "import sys; sys.argv = ['crosscut', 'bench', 'linear', '--help']\n"
+        f"import sys; sys.argv = ['crosscut', 'bench', '{command}', '--help']\n"
         "from crosscut.cli.main import main\n"
         "try: main()\n"
         "except SystemExit as e: assert not e.code, e.code\n"
@@ -114,4 +192,4 @@ def test_help_and_bad_flags_start_without_torch() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
-    assert "--shape" in run.stdout
+    assert "--explain" in run.stdout

@@ -11,7 +11,7 @@ from crosscut.report.canvas import COLORS, Chart, color
 from crosscut.report.kinds import roundoff
 from crosscut.report.plots import charts
 from crosscut.report.tables import label
-from report_samples import SPEED, TOKENS, bench_record, collectives_record, linear_record, record, times
+from report_samples import SPEED, TOKENS, bench_record, collectives_record, linear_record, record, times, training_rows
 
 
 def by_key(drawn: list[Chart], start: str) -> Chart:
@@ -43,6 +43,19 @@ def test_time_bars() -> None:
     assert axis.type == "log"
     assert 10 ** axis.range[0] < 12.11 * SPEED["no_comm"] * 0.95
     assert 10 ** axis.range[1] > max(trace(chart, "dtensor").y) * 1.1
+
+
+def test_what_is_hidden_and_kept_is_drawn() -> None:
+    drawn = charts([record(training_rows())], ["a"])
+    assert [chart.id.split("-")[0] for chart in drawn] == ["time", "speedup", "hidden", "kept"]
+    hidden, kept = by_key(drawn, "hidden"), by_key(drawn, "kept")
+    assert hidden.title == "Share hidden: mlp, pair split, bfloat16, graph, forward+backward"
+    assert trace(hidden, "crosscut").y == (0.5,)
+    low, high = hidden.figure.layout.yaxis.range
+    assert low < -0.25, "a split slower than the plain one is inside the axis"
+    assert high == 1
+    assert [t.name for t in kept.figure.data] == ["crosscut", "crosscut_sp"]
+    assert trace(kept, "crosscut").y == (3.0,)
 
 
 def test_speedup_has_its_break_even_line_and_no_trace_for_one_device() -> None:

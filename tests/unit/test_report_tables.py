@@ -10,7 +10,17 @@ from rich.console import Console
 from crosscut.records import Row, RunRecord
 from crosscut.report.sheets import Sheet, number, short
 from crosscut.report.tables import Axis, compare, comparison_sheets, impl_order, rows_sheet, sheets, table
-from report_samples import SPEED, TOKENS, bench_record, collectives_record, layer_rows, linear_record, record, times
+from report_samples import (
+    SPEED,
+    TOKENS,
+    bench_record,
+    collectives_record,
+    layer_rows,
+    linear_record,
+    record,
+    times,
+    training_rows,
+)
 
 
 def printed(run: RunRecord, width: int = 100) -> str:
@@ -50,6 +60,30 @@ def test_the_cells_of_a_line() -> None:
     assert cells["error"].text == "2.1e-3"
     assert cells["comm"].text == "19%"
     assert cells["GB/s"].value == pytest.approx(14336 / base / 600)
+
+
+def test_a_pass_with_backward_has_a_table_of_its_own() -> None:
+    forward = [row for row in layer_rows("graph", "mlp", "pair") if row.subject == "mlp"]
+    first, second = comparison_sheets(record([*forward, *training_rows()]))
+    assert first.title.startswith("mlp, pair split, bfloat16, graph, world 2")
+    assert second.title.startswith("mlp, pair split, bfloat16, graph, forward+backward, world 2")
+    assert [c.name for c in second.columns][1:] == [
+        "single", "nccl", "crosscut", "crosscut_sp", "no_comm", "hidden", "kept", "kept sp"
+    ]  # fmt: skip
+    assert [column(second, name) for name in ("hidden", "kept", "kept sp")] == [["50%"], ["3 MiB"], ["1.5 MiB"]]
+    assert len(first.rows) == len(TOKENS)
+
+
+def test_memory_rows_have_a_table_of_their_own() -> None:
+    shape = {"tokens": 64, "hidden": 8, "heads": 2, "kv_heads": 2, "ffn": 32}
+    rows = [
+        Row("memory", impl, "eager", 2, "bfloat16", shape, bytes=n, extra={"derived_bytes": 2048, "paper_bytes": n // 2})
+        for impl, n in (("crosscut", 2048), ("crosscut_sp", 1024))
+    ]
+    (sheet,) = sheets(record(rows))
+    assert sheet.title.startswith("Kept for the backward, size tokens 64, hidden 8, heads 2, kv_heads 2, ffn 32, mode eager")
+    assert column(sheet, "of terms") == ["100.0%", "50.0%"]
+    assert column(sheet, "of paper") == ["200.0%", "200.0%"]
 
 
 def test_the_speedup_is_computed_when_the_record_does_not_tell() -> None:

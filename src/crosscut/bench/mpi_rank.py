@@ -107,6 +107,37 @@ def _send_recv(c: Call) -> None:
     c.comm.Sendrecv(c.send, (rank + 1) % n, recvbuf=c.receive, source=(rank - 1) % n)
 
 
+def _incast(c: Call) -> None:
+    """Every rank to the root at once, by messages."""
+    if not c.is_root:
+        c.comm.Send(c.send, c.place.root)
+        return
+    others, count = [rank for rank in range(c.place.world) if rank != c.place.root], c.place.count
+    waiting = [c.comm.Irecv(c.receive[i * count : (i + 1) * count], rank) for i, rank in enumerate(others)]
+    for request in waiting:
+        request.Wait()
+
+
+def _multicast(c: Call) -> None:
+    """The root to every rank at once, by messages."""
+    if not c.is_root:
+        c.comm.Recv(c.receive, c.place.root)
+        return
+    for request in [c.comm.Isend(c.send, rank) for rank in range(c.place.world) if rank != c.place.root]:
+        request.Wait()
+
+
+def _hypercube(c: Call) -> None:
+    """An all-gather in log2(n) steps, as in collective_cases."""
+    rank, count, width = c.place.rank, c.place.count, 1
+    c.receive[rank * count : (rank + 1) * count] = c.send
+    while width < c.place.world:
+        here = rank & ~(width - 1)
+        mine, theirs = (c.receive[first * count : (first + width) * count] for first in (here, here ^ width))
+        c.comm.Sendrecv(mine, rank ^ width, recvbuf=theirs, source=rank ^ width)
+        width *= 2
+
+
 CALLS: dict[str, Callable[[Call], None]] = {
     "all_reduce": lambda c: c.comm.Allreduce(c.source, c.receive, c.op),
     "all_gather": lambda c: c.comm.Allgather(c.source, c.receive),
@@ -118,6 +149,9 @@ CALLS: dict[str, Callable[[Call], None]] = {
     "all_to_all": lambda c: c.comm.Alltoall(c.send, c.receive),
     "all_to_all_uneven": _uneven,
     "send_recv": _send_recv,
+    "incast": _incast,
+    "multicast": _multicast,
+    "hypercube": _hypercube,
     "barrier": lambda c: c.comm.Barrier(),
 }
 """MPI's call for each case of collective_cases; a case without an entry is left out with a note."""
@@ -148,6 +182,8 @@ def _cannot(job: Job, world: int) -> str:
     case, name = job.case, str(job.dtype).removeprefix("torch.")
     if case.name not in CALLS:
         return f"{case.name} is not among MPI's calls"
+    if case.powers_of_two and world & (world - 1):
+        return f"{case.name} is left out: it needs a number of ranks that is a power of two, not {world}"
     if case.reduces and job.dtype not in SUMMED:
         return f"{case.name} is left out: MPI does not compute in {name}"
     if job.in_place and case.in_place == "output in input":

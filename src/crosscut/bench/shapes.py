@@ -44,6 +44,17 @@ def parse_shape(text: str) -> Shape:
     return Shape(match.group(4) is not None, (tokens, first, second))
 
 
+def parse_sizes(text: str) -> tuple[int, int, int]:
+    """An MLP's (tokens, hidden, ffn) from ``'32x4096x14336'``. Spaces do not matter. Raises UsageError (``bad-shape``)."""
+    match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", re.sub(r"\s+", "", text))
+    if match is None:
+        raise UsageError(f"the shape {text!r} cannot be read", code="bad-shape", fix="write TOKENSxHIDDENxFFN: 32x4096x14336")
+    tokens, hidden, ffn = map(int, match.groups())
+    if min(tokens, hidden, ffn) < 1:
+        raise UsageError(f"the shape {text!r} has a size of 0", code="bad-shape", fix="give sizes of at least 1")
+    return tokens, hidden, ffn
+
+
 def parse_dtype(text: str) -> str:
     """The dtype's full name; ``auto`` stays. Raises UsageError (``bad-dtype``)."""
     name = SHORT_DTYPES.get(text.lower(), text.lower())

@@ -22,7 +22,7 @@ from crosscut.collectives import all_reduce, barrier
 from crosscut.distributed.mesh import Group
 
 T = TypeVar("T")
-Call = Callable[[], Tensor]
+Call = Callable[[], tuple[Tensor, ...]]
 NO_CACHE_HOLDS = {"cuda": 512 << 20, "cpu": 64 << 20}
 """Bytes that no cache holds, by type of device."""
 
@@ -44,11 +44,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Timed:
-    """Samples in microseconds a call, how many calls they took together, and the outputs of a poisoned run."""
+    """Samples in microseconds a call, how many calls they took together, and what each call of a poisoned run gave."""
 
     samples: list[float]
     calls: int
-    outputs: list[Tensor]
+    outputs: list[tuple[Tensor, ...]]
 
 
 def time_case(calls: Sequence[Call], group: Group, mode: str, sampling: Sampling, *, alone: bool = False) -> Timed:
@@ -66,7 +66,7 @@ def time_case(calls: Sequence[Call], group: Group, mode: str, sampling: Sampling
     if mode == "graph":
         inner = max(inner, len(calls))
     reps = sampling.reps(roughly * inner)
-    outputs: list[Tensor] = []
+    outputs: list[tuple[Tensor, ...]] = []
     if idle:
         samples = [0.0] * reps
         for _ in range(reps):
@@ -96,7 +96,7 @@ def copies(nbytes: int, device: torch.device) -> int:
     return max(1, min(12, -(-NO_CACHE_HOLDS[device.type] // max(nbytes, 1))))
 
 
-def _eager(calls: Sequence[Call], inner: int) -> tuple[Callable[[], None], list[Tensor]]:
+def _eager(calls: Sequence[Call], inner: int) -> tuple[Callable[[], None], list[tuple[Tensor, ...]]]:
     turn = cycle(calls)
 
     def run() -> None:
@@ -106,7 +106,7 @@ def _eager(calls: Sequence[Call], inner: int) -> tuple[Callable[[], None], list[
     return run, []
 
 
-def _graph(calls: Sequence[Call], inner: int, device: torch.device) -> tuple[Callable[[], None], list[Tensor]]:
+def _graph(calls: Sequence[Call], inner: int, device: torch.device) -> tuple[Callable[[], None], list[tuple[Tensor, ...]]]:
     def warm() -> None:
         for call in calls[:2]:
             call()
@@ -128,22 +128,23 @@ def captured(warm: Callable[[], None], body: Callable[[], T], device: torch.devi
     return graph.replay, result
 
 
-def _checked(run: Callable[[], None], outputs: list[Tensor]) -> list[Tensor]:
+def _checked(run: Callable[[], None], outputs: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
     """Poison the graph's outputs, replay it as it was timed, and give what it wrote."""
     for output in outputs:
-        output.fill_(float("nan"))
+        for part in output:
+            part.fill_(float("nan"))
     run()
-    return [output.clone() for output in outputs]
+    return [tuple(part.clone() for part in output) for output in outputs]
 
 
-def _poisoned(call: Call) -> Tensor:
-    """The output of ``call`` when memory that torch hands out uninitialised holds NaN."""
+def _poisoned(call: Call) -> tuple[Tensor, ...]:
+    """The outputs of ``call`` when memory that torch hands out uninitialised holds NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)  # what makes torch.empty fill with NaN
         try:
-            return call().clone()
+            return tuple(part.clone() for part in call())
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 

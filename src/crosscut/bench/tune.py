@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crosscut.bench.context import make_record
-from crosscut.bench.linear import bandwidths
-from crosscut.bench.timing import Call, Sampling, time_case
+from crosscut.bench.layers import bandwidths
+from crosscut.bench.timing import Sampling, time_case
 from crosscut.bench.verdict import allowed_error, noisy
 from crosscut.collectives import choice
 from crosscut.collectives.fast import fast, machine
@@ -103,11 +103,11 @@ def measure(exchange: Exchange, group: Group, op: str, size: int, mode: str, sam
     x = torch.randn(length, device=group.device, generator=generator).to(torch.bfloat16)
     reference, buffer = _torch(op, x.clone(), group), x.clone()
 
-    def row(impl: str, call: Call, path: str | None) -> Row:
-        timed = time_case([call], group, mode, sampling)
+    def row(impl: str, call: Callable[[], Tensor], path: str | None) -> Row:
+        timed = time_case([lambda: (call(),)], group, mode, sampling)
         us = Times.of(timed.samples)
         algbw, busbw = bandwidths(op, nbytes, us.p50, world)
-        extra = {"difference": _difference(timed.outputs, reference, group)} if path else {}
+        extra = {"difference": _difference([output for (output,) in timed.outputs], reference, group)} if path else {}
         return Row(op, impl, mode, world, "bfloat16", bytes=nbytes, us=us, n=timed.calls, algbw_gbps=algbw,
                    busbw_gbps=busbw, path=path, extra=extra)  # fmt: skip
 

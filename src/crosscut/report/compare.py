@@ -21,7 +21,7 @@ from crosscut.report.sheets import MISSING, Cell, Column, Sheet, cell, hoist, nu
 from crosscut.report.summary import DERIVED
 from crosscut.report.tables import COLUMNS, HOISTED
 
-SAME_THING = ("split", "redop", "in_place", "root", "cold", "op", "direction", "src", "dst", "shape_of")
+SAME_THING = ("split", "pass", "redop", "in_place", "root", "cold", "op", "direction", "src", "dst", "shape_of")
 """Entries of ``extra`` that say what was measured, beside the fields of a row."""
 RULE = (
     "Ratio: median time of A over that of B, above 1 B is faster. Faster and slower: the spans from p10 to p90 do not overlap. "

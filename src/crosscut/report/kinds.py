@@ -102,6 +102,26 @@ KINDS = (
         percent=True,
     ),
     Kind(
+        "hidden",
+        "layer",
+        "Share hidden",
+        "Of the time that the plain split takes beyond no_comm, how much crosscut saves: all of it at 100 %, nothing at 0 %; "
+        "below that it is slower than the plain split.",
+        "share hidden",
+        lambda point: number(point.row.extra.get("hidden_share")),
+        bars=True,
+        percent=True,
+    ),
+    Kind(
+        "kept",
+        "layer",
+        "Kept for the backward",
+        "What one rank keeps of a forward until its backward has run, each tensor once and without the weights.",
+        "MiB",
+        lambda point: mebibytes(point.row.extra.get("saved_bytes")),
+        bars=True,
+    ),
+    Kind(
         "error",
         "layer",
         "Error against float64",
@@ -142,6 +162,12 @@ KINDS = (
         reference=lambda point: point.peak,
     ),
 )
+
+
+def mebibytes(nbytes: object) -> float | None:
+    """A number of bytes in MiB."""
+    value = number(nbytes)
+    return None if value is None else value / (1 << 20)
 
 
 def bus_factor(row: Row) -> float:

@@ -11,9 +11,9 @@ from crosscut.records import Row
 from crosscut.report.sheets import MISSING, Cell, Column, Sheet, cell, nbytes, number, sheet_of, short, words
 from crosscut.units import format_size
 
-DERIVED = ("verdict", "fit", "crossover", "simulate")
-"""Subjects of rows that are no measurements of one call."""
-HOISTED = ("mode", "world", "dtype", "redop")
+DERIVED = ("verdict", "fit", "crossover", "simulate", "memory")
+"""Subjects of rows that have a table of their own: conclusions, counts and bytes, not times of one call."""
+HOISTED = ("size", "mode", "world", "dtype", "redop")
 
 
 def extra(name: str, show: Callable[[object], Cell] = words) -> Callable[[Row], Cell]:
@@ -62,6 +62,16 @@ def _formula(row: Row) -> Cell:
     if not isinstance(given, dict):
         return Cell(MISSING)
     return Cell(f"{given.get('text', '')} = {nbytes(given.get('bytes_per_rank')).text}", number(given.get("bytes_per_rank")))
+
+
+def _sizes(row: Row) -> Cell:
+    return words(", ".join(f"{name} {size}" for name, size in (row.shape or {}).items()))
+
+
+def _share(row: Row, name: str) -> Cell:
+    """The measured bytes in percent of a formula's."""
+    whole, part = number(row.extra.get(name)), number(row.bytes)
+    return Cell(MISSING) if not whole or part is None else Cell(f"{part / whole:.1%}", part / whole)
 
 
 def messages(row: Row) -> list[list[tuple[int, int, float]]]:
@@ -124,6 +134,23 @@ SHEETS: dict[str, tuple[str, str, dict[Column, Callable[[Row], Cell]]]] = {
             Column("faster below", False): extra("below"),
             Column("size"): extra("bytes", nbytes),
             Column("faster above", False): extra("above"),
+        },
+    ),
+    "memory": (
+        "Kept for the backward",
+        "Bytes of one layer on one rank: measured, by the terms of docs/memory.md, and by arXiv 2205.05198 without the "
+        "attention matrix, which SDPA never keeps. peak: what one more layer adds to the GPU's peak.",
+        {
+            Column("size", False): _sizes,
+            Column("impl", False): lambda row: words(row.impl),
+            **_COMMON,
+            Column("measured"): lambda row: nbytes(row.bytes),
+            Column("terms"): extra("derived_bytes", nbytes),
+            Column("of terms"): lambda row: _share(row, "derived_bytes"),
+            Column("paper"): extra("paper_bytes", nbytes),
+            Column("of paper"): lambda row: _share(row, "paper_bytes"),
+            Column("peak"): extra("peak_bytes", nbytes),
+            Column("note", False): lambda row: words(row.note),
         },
     ),
     "simulate": (

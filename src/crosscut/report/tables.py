@@ -34,13 +34,16 @@ from crosscut.report.sheets import (
 )
 from crosscut.report.summary import DERIVED, summary_sheets
 
+BOTH = "forward+backward"
+"""The pass of a row, where it is not the forward alone."""
 LAYERS = ("linear", "mlp", "block")
 """Subjects that are compared with the same layer on one device."""
-IMPLS = ("single", "textbook", "nccl", "gloo", "mpi", "dtensor", "crosscut", "no_comm")
+IMPLS = ("single", "single_best", "textbook", "nccl", "gloo", "mpi", "dtensor", "crosscut", "crosscut_sp", "no_comm")
 """The usual implementations in the order in which tables and charts show them; others follow."""
 COMPARED = (
-    "Median time in us, below it the speed-up over one device; no_comm is the local work alone, the ceiling of any "
-    "split. error (relative, against float64) and comm (share of the time) are crosscut's, GB/s the collective's busbw."
+    "Median time in us, below it the speed-up over one device; no_comm is the local work alone, the ceiling of any split. "
+    "error (relative, against float64), comm (share of the time) and hidden (of what the plain split takes beyond no_comm) "
+    "are crosscut's, GB/s the collective's busbw. kept: for the backward, on one rank; kept sp: with sequence parallelism."
 )
 LISTED = (
     "Times in us, sizes of the whole tensor, algbw, busbw and wire (what one port carried) in GB/s, error relative against "
@@ -59,12 +62,19 @@ class Case(NamedTuple):
     dtype: str
     mode: str
     world: int
+    both: bool = False
+    """Forward and backward, not forward alone."""
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """What a chart of it is called: subject, split, dtype, mode, and the pass where it is not the forward alone."""
+        split = f"{self.split} split" if self.split not in (None, self.subject) else ""
+        return (self.subject, split, self.dtype, self.mode, BOTH if self.both else "")
 
     @property
     def title(self) -> str:
         """``'linear, column split, bf16, graph, world 2'``."""
-        split = f"{self.split} split" if self.split else ""
-        return ", ".join(filter(None, (self.subject, split, self.dtype, self.mode, f"world {self.world}")))
+        return ", ".join(filter(None, (*self.group, f"world {self.world}")))
 
 
 @dataclass(frozen=True)
@@ -97,18 +107,18 @@ def compare(rows: Iterable[Row]) -> list[Line]:
 
     A row without a split or with world 1 (one device) stands on the line of every split and world of its shape.
     """
-    buckets: dict[tuple[str, str, str, Shape], list[Row]] = {}
+    buckets: dict[tuple[str, str, str, bool, Shape], list[Row]] = {}
     for row in rows:
         if row.subject in LAYERS and row.shape:
-            key = (row.subject, row.dtype, row.mode, tuple(row.shape.items()))
+            key = (row.subject, row.dtype, row.mode, row.extra.get("pass") == BOTH, tuple(row.shape.items()))
             buckets.setdefault(key, []).append(row)
     lines = []
-    for (subject, dtype, mode, shape), bucket in buckets.items():
+    for (subject, dtype, mode, both, shape), bucket in buckets.items():
         places = list(dict.fromkeys(_place(row) for row in bucket))
         for place in places:
             if not any(_covers(place, other) for other in places if other != place):
                 here = {row.impl: row for row in bucket if _covers(_place(row), place)}
-                lines.append(Line(Case(subject, place[0], dtype, mode, place[1]), shape, here))
+                lines.append(Line(Case(subject, place[0], dtype, mode, place[1], both), shape, here))
     return lines
 
 
@@ -146,8 +156,9 @@ def comparison_sheets(record: RunRecord) -> list[Sheet]:
     """One sheet for each case of a layer benchmark; none when the record holds no layer rows.
 
     Columns: the sizes that differ, the median of each implementation in us (below it the speed-up over one device),
-    then of crosscut's split: error (relative, against float64), comm (share of the time spent in communication) and the
-    busbw of the case's collective in GB/s. A column without any value is left out.
+    then of crosscut's split: error (relative, against float64), comm (share of the time spent in communication), hidden (how
+    much of it), what it keeps for the backward, and the busbw of the case's collective in GB/s. A column without any value
+    is left out.
     """
     cases: dict[Case, list[Line]] = {}
     for line in compare(record.rows):
@@ -158,7 +169,7 @@ def comparison_sheets(record: RunRecord) -> list[Sheet]:
 def _comparison(case: Case, lines: list[Line], rows: list[Row]) -> Sheet:
     impls = impl_order(impl for line in lines for impl in line.rows)
     axis = Axis(line.shape for line in lines)
-    columns = [Column(axis.name), *map(Column, impls), Column("error"), Column("comm"), Column("GB/s")]
+    columns = [Column(axis.name), *map(Column, (*impls, "error", "comm", "hidden", "kept", "kept sp", "GB/s"))]
     body = [
         [Cell(axis.label(line.shape), number(math.prod(size for _, size in line.shape)))]
         + [_time(line, impl) for impl in impls]
@@ -177,10 +188,10 @@ def _time(line: Line, impl: str) -> Cell:
 
 
 def _crosscut_cells(line: Line) -> list[Cell]:
-    row = line.rows.get("crosscut")
-    if row is None:
-        return [Cell(MISSING), Cell(MISSING)]
-    return [cell(row.error, power), cell(row.extra.get("comm_share"), "{:.0%}".format)]
+    row, own_tokens = line.rows.get("crosscut"), line.rows.get("crosscut_sp")
+    extra, sp = ({} if r is None else r.extra for r in (row, own_tokens))
+    shares = [cell(extra.get(name), "{:.0%}".format) for name in ("comm_share", "hidden_share")]
+    return [cell(row.error if row else None, power), *shares, nbytes(extra.get("saved_bytes")), nbytes(sp.get("saved_bytes"))]
 
 
 def _collective_rate(line: Line, rows: list[Row]) -> float | None:
@@ -227,7 +238,7 @@ def _pair(row: Row) -> Cell:
 COLUMNS: dict[Column, Callable[[Row], Cell]] = {
     Column("subject", False): lambda row: words(row.subject),
     Column("impl", False): lambda row: words(row.impl),
-    **{Column(name, False): _extra(name) for name in ("split", "op", "redop")},
+    **{Column(name, False): _extra(name) for name in ("split", "pass", "op", "redop")},
     Column("place", False): _in_place,
     Column("pair", False): _pair,
     Column("mode", False): lambda row: words(row.mode),
@@ -243,7 +254,7 @@ COLUMNS: dict[Column, Callable[[Row], Cell]] = {
     Column("path", False): lambda row: words(row.path),
     Column("note", False): lambda row: words(row.note),
 }
-HOISTED = ("subject", "mode", "world", "dtype", "split", "redop", "place")
+HOISTED = ("subject", "mode", "world", "dtype", "split", "pass", "redop", "place")
 
 
 def rows_sheet(record: RunRecord) -> Sheet:
