@@ -172,4 +172,4 @@ def prompt(name: str, batch: int = 2, length: int = 9, seed: int = 1) -> torch.T
     """Token ids ``[B, S]`` from all of the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     vocab = config(name).get_text_config().vocab_size
-    return torch.randint(2, vocab, (batch, length), generator=generator)
+    return torch.randint(vocab, (batch, length), generator=generator)

@@ -25,8 +25,12 @@ if TYPE_CHECKING:
         ParallelMLP,
         RowParallelLinear,
         VocabParallelEmbedding,
+        VocabParallelHead,
         vocab_parallel_cross_entropy,
     )
+    from crosscut.models.load import from_pretrained
+    from crosscut.models.parallelize import gather, parallelize
+    from crosscut.models.save import save_pretrained
 
 _HOMES = {
     "ColumnParallelLinear": "crosscut.layers",
@@ -36,7 +40,12 @@ _HOMES = {
     "ParallelMLP": "crosscut.layers",
     "RowParallelLinear": "crosscut.layers",
     "VocabParallelEmbedding": "crosscut.layers",
+    "VocabParallelHead": "crosscut.layers",
+    "from_pretrained": "crosscut.models.load",
+    "gather": "crosscut.models.parallelize",
     "init_mesh": "crosscut.distributed",
+    "parallelize": "crosscut.models.parallelize",
+    "save_pretrained": "crosscut.models.save",
     "vocab_parallel_cross_entropy": "crosscut.layers",
 }
 
@@ -48,8 +57,13 @@ __all__ = [
     "ParallelMLP",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "VocabParallelHead",
     "__version__",
+    "from_pretrained",
+    "gather",
     "init_mesh",
+    "parallelize",
+    "save_pretrained",
     "vocab_parallel_cross_entropy",
 ]
 

@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, pre_tokenizers
 
+import crosscut as cc
+from crosscut.distributed.mesh import make_mesh
 from crosscut.errors import UsageError
 from crosscut.models.gguf import convert
 
@@ -291,3 +293,15 @@ def test_without_the_gguf_library(tmp_path: Path, tied: Path, monkeypatch: pytes
     with pytest.raises(UsageError, match=r"pip install 'crosscut\[models\]'") as caught:
         convert(tied, tmp_path / "out")
     assert caught.value.code == "extra-missing"
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_gguf_file_is_loaded_as_it_is(tmp_path: Path, is_tied: bool) -> None:
+    """cc.from_pretrained of the file is the model that it converts to; in another dtype when that is said."""
+    path = write_gguf(tmp_path / "model.gguf", known_weights(is_tied))
+    mesh = make_mesh(device="cpu")
+    found = cc.from_pretrained(path, mesh)
+    expected = cc.from_pretrained(convert(path, tmp_path / "model"), mesh)
+    assert found.state_dict().keys() == expected.state_dict().keys()
+    assert all(torch.equal(value, expected.state_dict()[name]) for name, value in found.state_dict().items())
+    assert next(cc.from_pretrained(path, mesh, dtype="bfloat16").parameters()).dtype == torch.bfloat16

@@ -16,12 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from crosscut.errors import UsageError, nearest
-from crosscut.models.stream import NAMES
+from crosscut.models.stream import DTYPES
 from crosscut.sharding.headers import INDEX, SINGLE, find_files
 
 __all__ = ["INDEX", "SINGLE", "Checkpoint", "parse_source"]
-
-_DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -64,13 +62,13 @@ class Checkpoint:
         """The dtype of parameter ``name``. Raises UsageError ``bad-dtype`` when PyTorch has no such dtype."""
         with self._file_of(name) as file:
             stored = file.get_slice(name).get_dtype()
-        if stored not in _DTYPES:
+        if stored not in DTYPES:
             raise UsageError(
                 f"the parameter {name!r} is stored as {stored}, which crosscut does not read",
                 code="bad-dtype",
-                fix=f"save it as one of: {', '.join(_DTYPES)}",
+                fix=f"save it as one of: {', '.join(DTYPES)}",
             )
-        return _DTYPES[stored]
+        return DTYPES[stored]
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """Parameter ``name``, or its ``rows`` along dim 0 (Python's rules for slices; step 1), on the CPU.

@@ -73,6 +73,26 @@ def convert(gguf_path: Path, out_dir: Path, dtype: str = "float32", on_progress:
     return out_dir
 
 
+@dataclass(frozen=True)
+class GGUF:
+    """An opened GGUF file as a Hugging Face model: its config.json and, one at a time, its parameters."""
+
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[str], torch.Tensor]
+    """A parameter in float32 by its Hugging Face name."""
+
+
+def open_gguf(path: Path) -> GGUF:
+    """Open ``path`` without its tokenizer. Raises UsageError as :func:`convert` does for what is in the file."""
+    metadata, tensors = _read(path)
+    config = _config(metadata, tied="output.weight" not in tensors)
+    weights = {weight.name: weight for weight in _weights(config)}
+    _check_tensors(list(weights.values()), tensors)
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    return GGUF(config, shapes, lambda name: _load(weights[name], tensors[weights[name].gguf_name]))
+
+
 # ---- reading
 
 

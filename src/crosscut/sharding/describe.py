@@ -52,22 +52,35 @@ class Model:
         return all(tensor.stored is None for tensor in self.tensors)
 
 
-def describe(directory: str | Path, dtype: str | None = None, accept_guess: bool = False) -> Model:
+def describe(
+    directory: str | Path, dtype: str | None = None, accept_guess: bool = False, family: Family | None = None
+) -> Model:
     """Describe the checkpoint in ``directory``, its floating-point weights converted to ``dtype`` (``'bfloat16'``) if given.
 
-    ``accept_guess``: a model_type without a table gets a plan made from names and shapes. Raises UsageError: as
-    :meth:`ModelConfig.from_dir` and :func:`read_headers`; ``unknown-model`` (no table, or a config that cannot be split);
-    ``bad-dtype`` (quantized weights, an unknown ``dtype``); ``bad-config`` (a shape that contradicts the config);
-    ``parameter-missing`` (a parameter that no rule matches, or one that the checkpoint lacks).
+    ``accept_guess``: a model_type without a table gets a plan made from names and shapes. ``family``: a table of your own.
+    Raises UsageError: as :meth:`ModelConfig.from_dir` and :func:`read_headers`; ``unknown-model`` (no table, or a config that
+    cannot be split); ``bad-dtype`` (quantized weights, an unknown ``dtype``); ``bad-config`` (a shape that contradicts the
+    config); ``parameter-missing`` (a parameter that no rule matches, or one that the checkpoint lacks).
     """
     config = ModelConfig.from_dir(directory)
     _refuse_quantized(config)
-    stored = _headers(directory)
-    family = _family(config, stored, accept_guess)
+    return describe_tensors(config, _headers(directory), str(directory), dtype, accept_guess, family)
+
+
+def describe_tensors(
+    config: ModelConfig,
+    stored: Mapping[str, Stored] | None,
+    where: str,
+    dtype: str | None = None,
+    accept_guess: bool = False,
+    family: Family | None = None,
+) -> Model:
+    """As :func:`describe`, of the tensors ``stored`` (None: there are no weights yet) of a checkpoint at ``where``."""
+    family = family or _family(config, stored, accept_guess)
     reason = family.refuse(config) if family.refuse else None
     if reason:
         raise UsageError(
-            f"the model in {str(directory)!r} ({config.model_type}) has {reason}, which crosscut does not split",
+            f"the model in {where!r} ({config.model_type}) has {reason}, which crosscut does not split",
             code="unknown-model",
             fix="run it on one device, or register a table of your own (docs/models.md)",
         )
@@ -76,7 +89,7 @@ def describe(directory: str | Path, dtype: str | None = None, accept_guess: bool
         return _from_config(config, family, target)
     tensors, notes = _from_headers(config, family, stored, target)
     if family.exact:
-        _refuse_missing(config, family, {tensor.place.name for tensor in tensors}, str(directory))
+        _refuse_missing(config, family, {tensor.place.name for tensor in tensors}, where)
     weight = Counter[str]()
     for tensor in tensors:
         weight[tensor.dtype] += _numel(tensor.shape)

@@ -1,0 +1,81 @@
+"""LoRA adapters of PEFT on a model that is split afterwards: each adapter is cut as the layer that it stands beside.
+
+Beside a column layer, ``A [r, H]`` is whole on every rank and ``B [F, r]`` is cut like the layer's output features. Beside a
+row layer, ``A [r, F]`` is cut like its input features, so ``x A^T`` is a sum over the ranks, and ``B [H, r]`` is whole. Either
+way what a rank merges, ``B A``, is its own part of the whole product, and the pair costs one exchange of r numbers a token.
+LoRA: arXiv 2106.09685.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from crosscut.collectives import barrier
+from crosscut.distributed.mesh import Mesh
+from crosscut.errors import UsageError
+from crosscut.layers.replicas import placed_parameters
+from crosscut.model_config import ModelConfig
+from crosscut.sharding import Family, Place, Replicated, Role, cut_of
+from crosscut.sharding.roles import role_cut
+
+ROWS = {Role.ROW, Role.ATTENTION_OUT, Role.LATENT_OUT}
+
+SIDES: dict[str, Callable[[Role], Role | None]] = {
+    "A": lambda role: role if role in ROWS else None,
+    "B": lambda role: None if role in ROWS else role,
+}
+"""The role of an adapter's half beside a layer with a role; None: whole on every rank."""
+
+
+def core_of(model: Any) -> Any:
+    """The transformers model inside a PEFT model; any other model itself.
+
+    Raises UsageError (``bad-option``) for adapters other than LoRA.
+    """
+    if not hasattr(model, "get_base_model"):
+        return model
+    others = {config.peft_type for config in model.peft_config.values()} - {"LORA"}
+    if others:
+        raise UsageError(
+            f"adapters of type {', '.join(sorted(map(str, others)))} cannot be split",
+            code="bad-option",
+            fix="use LoRA, or merge the adapters into the model first",
+        )
+    return model.get_base_model()
+
+
+def layer_of(path: str) -> tuple[str, str]:
+    """The path that the layer has without PEFT, and which part of it ``path`` is: '' (the layer itself), 'A' or 'B'.
+
+    ``layer_of("mlp.up_proj.lora_A.default") == ("mlp.up_proj", "A")``
+    """
+    words = path.split(".")
+    if len(words) > 2 and words[-2] in ("lora_A", "lora_B"):
+        return ".".join(words[:-2]), words[-2][-1]
+    return path.removesuffix(".base_layer"), ""
+
+
+def place_of(config: ModelConfig, family: Family, path: str, name: str, shape: tuple[int, ...]) -> Place:
+    """:func:`crosscut.sharding.cut_of` for the parameter ``name`` of the module at ``path``, which may be an adapter."""
+    layer, part = layer_of(path)
+    if not part:
+        return cut_of(config, family, f"{layer}.{name}", shape)
+    rule = family.find(f"{layer}.weight")
+    role = (rule and SIDES[part](rule.role)) or Role.REPLICATED
+    cut = Replicated() if role is Role.REPLICATED else role_cut(role, config, shape)
+    return Place(f"{path}.{name}", role, cut)
+
+
+class SplitAdapters:
+    """In front of a PEFT model's class: adapters are saved whole, as if the model were not split."""
+
+    mesh: Mesh
+
+    def save_pretrained(self, save_directory: str, **options: Any) -> None:
+        """As PEFT's ``save_pretrained``, from the first rank; the adapters alone are gathered. A collective call."""
+        adapters = {p.name: p.whole(self.mesh.tp) for p in placed_parameters(self) if ".lora_" in p.name}  # type: ignore[arg-type]
+        if self.mesh.rank == 0:
+            super().save_pretrained(save_directory, **{"state_dict": adapters, **options})  # type: ignore[misc]
+        barrier(self.mesh.tp)
+        barrier(self.mesh.dp)
