@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from crosscut.distributed.launch import LaunchConfig, run
 from crosscut.models.inputs import sample_text
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS, NEW_TOKENS = 20, 64
+PROMPTS = 20
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def directory() -> Path:
     return Path(fetched.stdout.strip())
 
 
-@pytest.fixture(scope="module")
+@cache
 def prompts(directory: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Twenty beginnings of 5 to 24 words from real text, padded on the left: ids and mask ``[20, S]``."""
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
@@ -40,21 +41,22 @@ def prompts(directory: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return encoded.input_ids, encoded.attention_mask
 
 
-@pytest.fixture(scope="module")
-def unsplit(directory: Path, prompts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    text = run(split_ranks.greedy, (directory, *prompts, NEW_TOKENS, False), LaunchConfig(1, "gloo", "cpu"))
+@cache
+def unsplit(directory: Path, new_tokens: int) -> torch.Tensor:
+    text = run(split_ranks.greedy, (directory, *prompts(directory), new_tokens, False), LaunchConfig(1, "gloo", "cpu"))
     assert text is not None
     return text
 
 
-@pytest.mark.parametrize("tp", [*(pytest.param(tp, marks=pytest.mark.slow) for tp in (1, 3, 4)), 2])
-def test_greedy_text_is_that_of_transformers(
-    directory: Path, prompts: tuple[torch.Tensor, torch.Tensor], unsplit: torch.Tensor, tp: int
-) -> None:
-    assert unsplit.shape == (PROMPTS, NEW_TOKENS)
-    text = run(split_ranks.greedy, (directory, *prompts, NEW_TOKENS, True), LaunchConfig(tp, "gloo", "cpu"))
+@pytest.mark.parametrize(
+    ("tp", "new_tokens"), [(2, 16), *(pytest.param(tp, 64, marks=pytest.mark.slow) for tp in (1, 2, 3, 4))]
+)
+def test_greedy_text_is_that_of_transformers(directory: Path, tp: int, new_tokens: int) -> None:
+    expected = unsplit(directory, new_tokens)
+    assert expected.shape == (PROMPTS, new_tokens)
+    text = run(split_ranks.greedy, (directory, *prompts(directory), new_tokens, True), LaunchConfig(tp, "gloo", "cpu"))
     assert text is not None
-    different = [row for row in range(PROMPTS) if not torch.equal(text[row], unsplit[row])]
+    different = [row for row in range(PROMPTS) if not torch.equal(text[row], expected[row])]
     assert not different, f"prompts {different} go on differently"
 
 

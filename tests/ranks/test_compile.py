@@ -75,6 +75,21 @@ def test_layers_in_one_graph_train_as_eager_ones(on_ranks: OnRanks, world: int, 
     assert on_ranks(world, body) == [2 + 2 + 2 + 4] * world
 
 
+@pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel residual"])
+def test_a_block_in_one_graph_trains_as_an_eager_one(on_ranks: OnRanks, parallel: bool) -> None:
+    def body(mesh: Mesh) -> int:
+        attention = {"kv_heads": 2, "rope_theta": 1e4, "qk_norm": True}
+        block = crosscut.ParallelBlock(16, 4, 24, mesh=mesh, parallel_residual=parallel, attention=attention, seed=1)
+        x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(4))
+        eager = step(block, [block], x)
+        same(step(compiled(block), [block], x), eager)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(block)(x), eager[0], rtol=1e-5, atol=1e-6)
+        return len(eager)
+
+    assert on_ranks(2, body) == [2 + 8] * 2
+
+
 def test_inductor_compiles_split_layers(on_ranks: OnRanks) -> None:
     """Multiplies and exchanges alone, for which inductor generates no C++ that would take its compiler's time."""
 
