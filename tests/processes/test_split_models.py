@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 import split_ranks
 from crosscut.distributed.launch import LaunchConfig, run
-from crosscut.models.inputs import sample_text
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS = 20
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +28,8 @@ def directory() -> Path:
 
 
 @cache
-def prompts(directory: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Twenty beginnings of 5 to 24 words from real text, padded on the left: ids and mask ``[20, S]``."""
-    tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
-    tokenizer.pad_token = tokenizer.eos_token
-    words = sample_text().split()
-    texts = [" ".join(words[50 * i : 50 * i + 5 + i]) for i in range(PROMPTS)]
-    encoded = tokenizer(texts, padding=True, return_tensors="pt")
-    return encoded.input_ids, encoded.attention_mask
-
-
-@cache
 def unsplit(directory: Path, new_tokens: int) -> torch.Tensor:
-    text = run(split_ranks.greedy, (directory, *prompts(directory), new_tokens, False), LaunchConfig(1, "gloo", "cpu"))
+    text = run(split_ranks.greedy, (directory, new_tokens, False), LaunchConfig(1, "gloo", "cpu"))
     assert text is not None
     return text
 
@@ -53,10 +39,10 @@ def unsplit(directory: Path, new_tokens: int) -> torch.Tensor:
 )
 def test_greedy_text_is_that_of_transformers(directory: Path, tp: int, new_tokens: int) -> None:
     expected = unsplit(directory, new_tokens)
-    assert expected.shape == (PROMPTS, new_tokens)
-    text = run(split_ranks.greedy, (directory, *prompts(directory), new_tokens, True), LaunchConfig(tp, "gloo", "cpu"))
+    assert expected.shape == (split_ranks.PROMPTS, new_tokens)
+    text = run(split_ranks.greedy, (directory, new_tokens, True), LaunchConfig(tp, "gloo", "cpu"))
     assert text is not None
-    different = [row for row in range(PROMPTS) if not torch.equal(text[row], expected[row])]
+    different = [row for row in range(split_ranks.PROMPTS) if not torch.equal(text[row], expected[row])]
     assert not different, f"prompts {different} go on differently"
 
 
