@@ -22,7 +22,7 @@ from crosscut.layers import overlap, pieces, planning
 from crosscut.layers.carry import Carrier, Library
 from crosscut.layers.engines import Engines
 from crosscut.layers.explain import explain
-from crosscut.layers.schedule import Case, Machine, Schedule, room_bytes
+from crosscut.layers.schedule import LEAST_PIECE, Case, Machine, Schedule, room_bytes
 from crosscut.sharding import shard_sizes
 from layer_cases import call_mlp, inputs, mlp_step, split_step, unsplit_linear, unsplit_mlp
 from parity import expected, step
@@ -160,6 +160,19 @@ def test_memory_that_is_written_before_it_is_read_is_seen(on_ranks: OnRanks, kin
 
 
 # ------------------------------------------------------------------------------------------------- shapes, order and use
+
+
+@pytest.mark.parametrize("setting", ["auto", "plain", "pieces"])
+def test_few_tokens_are_told_before_the_rule_is_asked(on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    monkeypatch.setenv("CROSSCUT_SCHEDULE", setting)
+
+    def body(mesh: Mesh) -> list[bool]:
+        few, many = torch.empty(LEAST_PIECE - 1, 8), torch.empty(LEAST_PIECE, 8)
+        told = [planning.too_few(mesh.tp, few)]  # nothing is known before the first schedule
+        planning.scheduled(mesh.tp, "multiply_reduce", few, len(few), 8, 8)
+        return [*told, planning.too_few(mesh.tp, few), planning.too_few(mesh.tp, many)]
+
+    assert on_ranks(2, body) == [[False, setting == "auto", False]] * 2
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)

@@ -30,7 +30,7 @@ from crosscut.collectives import (
 from crosscut.distributed.mesh import Group
 from crosscut.layers.matmul import linear
 from crosscut.layers.pieces import gather_multiply, multiply_gather, multiply_reduce, multiply_scatter
-from crosscut.layers.planning import carrier, scheduled
+from crosscut.layers.planning import carrier, scheduled, too_few
 from crosscut.layers.schedule import PLAIN, Schedule
 from crosscut.sharding import shard_sizes
 
@@ -176,7 +176,7 @@ def row_in_pieces(x: Tensor, weight: Tensor, group: Group, dim: int | None, in_f
 
     ``in_features``: those of all ranks together. With ``dim``, the gradient of y is gathered while it is multiplied.
     """
-    if group.size == 1 or torch.compiler.is_dynamo_compiling():
+    if group.size == 1 or too_few(group, x) or torch.compiler.is_dynamo_compiling():
         return None
     dim = None if dim is None else dim % x.dim()
     tokens, inner = math.prod(x.shape[:-1]), -(-in_features // group.size)

@@ -70,6 +70,12 @@ def scheduled(group: Group, op: str, x: Tensor, tokens: int, inner: int, outer: 
     return choose(case, known.machine, known.forced, _carriers(group, case, known.half))
 
 
+def too_few(group: Group, x: Tensor) -> bool:
+    """Whether ``x [T, K]`` has so few tokens that :func:`scheduled` is known to say plain. Spares small layers time."""
+    known: _Known | None = group.cache.get(_KEY)
+    return known is not None and known.forced is None and x.numel() < LEAST_PIECE * x.shape[-1]
+
+
 def carrier(group: Group, schedule: Schedule) -> Carrier:
     """Who moves the pieces of one call."""
     copies = _copies(group) if schedule.carrier == "copies" else None
