@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -72,6 +73,11 @@ def test_a_pass_with_backward_has_a_table_of_its_own() -> None:
     ]  # fmt: skip
     assert [column(second, name) for name in ("hidden", "kept", "kept sp")] == [["50%"], ["3 MiB"], ["1.5 MiB"]]
     assert len(first.rows) == len(TOKENS)
+    assert "kept: for the backward" in second.caption
+    (alone,) = comparison_sheets(record(forward))
+    assert "kept" not in alone.caption, "a record in which nothing kept was counted"
+    worse = [replace(row, extra={**row.extra, "hidden_share": -2.5}) for row in training_rows()]
+    assert column(comparison_sheets(record(worse))[0], "hidden") == ["none"]
 
 
 def test_memory_rows_have_a_table_of_their_own() -> None:

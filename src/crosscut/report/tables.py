@@ -43,8 +43,9 @@ IMPLS = ("single", "single_best", "textbook", "nccl", "gloo", "mpi", "dtensor", 
 COMPARED = (
     "Median time in us, below it the speed-up over one device; no_comm is the local work alone, the ceiling of any split. "
     "error (relative, against float64), comm (share of the time) and hidden (of what the plain split takes beyond no_comm) "
-    "are crosscut's, GB/s the collective's busbw. kept: for the backward, on one rank; kept sp: with sequence parallelism."
+    "are crosscut's, GB/s the collective's busbw."
 )
+KEPT = " kept: for the backward, on one rank; kept sp: with sequence parallelism."
 LISTED = (
     "Times in us, sizes of the whole tensor, algbw, busbw and wire (what one port carried) in GB/s, error relative against "
     "float64, wrong the number of elements that differ."
@@ -176,7 +177,8 @@ def _comparison(case: Case, lines: list[Line], rows: list[Row]) -> Sheet:
         + [*_crosscut_cells(line), cell(_collective_rate(line, rows), short)]
         for line in lines
     ]
-    return without_empty(Sheet(", ".join(filter(None, (case.title, axis.fixed))), COMPARED, columns, body))
+    words = COMPARED + (KEPT if any("saved_bytes" in row.extra for row in rows) else "")
+    return without_empty(Sheet(", ".join(filter(None, (case.title, axis.fixed))), words, columns, body))
 
 
 def _time(line: Line, impl: str) -> Cell:
@@ -190,8 +192,12 @@ def _time(line: Line, impl: str) -> Cell:
 def _crosscut_cells(line: Line) -> list[Cell]:
     row, own_tokens = line.rows.get("crosscut"), line.rows.get("crosscut_sp")
     extra, sp = ({} if r is None else r.extra for r in (row, own_tokens))
-    shares = [cell(extra.get(name), "{:.0%}".format) for name in ("comm_share", "hidden_share")]
+    shares = [cell(extra.get(name), _share) for name in ("comm_share", "hidden_share")]
     return [cell(row.error if row else None, power), *shares, nbytes(extra.get("saved_bytes")), nbytes(sp.get("saved_bytes"))]
+
+
+def _share(share: float) -> str:
+    return f"{share:.0%}" if share > 0 else "none"
 
 
 def _collective_rate(line: Line, rows: list[Row]) -> float | None:
