@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import wraps
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -50,7 +51,7 @@ def check_tokens(what: str, ids: Tensor, vocab: int, ignore: int | None = None) 
     """
     if ids.dtype not in (torch.int64, torch.int32):
         raise UsageError(f"{what}s are {ids.dtype}", code="bad-dtype", fix="give torch.int64")
-    if ids.device.type != "cpu" or torch.compiler.is_compiling():
+    if ids.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return
     outside = (ids < 0) | (ids >= vocab)
     wrong = ids[outside if ignore is None else outside & (ids != ignore)]
@@ -65,19 +66,35 @@ def check_tokens(what: str, ids: Tensor, vocab: int, ignore: int | None = None) 
 def remembered(make: Callable[..., R]) -> Callable[..., R]:
     """``make`` with its last few results kept and shared, by its (hashable) arguments. Nobody may change a result.
 
-    Not while torch.compile or a CUDA graph records: what is made then belongs to the record. The results can be saved for
-    a backward even when inference mode asked for them first.
+    Not while torch.compile records, whose record makes its own. A CUDA graph takes what is kept, which is then kept for good,
+    since the graph may be replayed at any time; what is not kept it makes for itself. The results can be saved for a backward
+    even when inference mode asked for them first.
     """
-
-    @lru_cache(maxsize=_KEPT)
-    def kept(*args: Any) -> R:
-        with torch.inference_mode(False):
-            return make(*args)
+    kept: dict[tuple[Any, ...], R] = {}
+    of_graphs: dict[tuple[Any, ...], R] = {}
+    lock = Lock()
 
     @wraps(make)
     def get(*args: Any) -> R:
-        if torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if torch.compiler.is_dynamo_compiling():
             return make(*args)
-        return kept(*args)
+        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        with lock:
+            if args in of_graphs:
+                return of_graphs[args]
+            if args in kept:
+                if capturing:
+                    of_graphs[args] = kept.pop(args)
+                    return of_graphs[args]
+                return kept[args]
+        if capturing:
+            return make(*args)
+        with torch.inference_mode(False):
+            made = make(*args)
+        with lock:
+            kept[args] = made
+            while len(kept) > _KEPT:
+                del kept[next(iter(kept))]
+        return made
 
     return get

@@ -90,11 +90,12 @@ class Rope:
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``x [..., S, D]`` with each pair of its first R features turned by its angle; same dtype as ``x``."""
-        turned, rest = x[..., : self.features], x[..., self.features :]
+        whole = self.features == x.shape[-1]
+        turned = x if whole else x[..., : self.features]
         first, second = (turned[..., ::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, -1)
         pair = [first * cos - second * sin, second * cos + first * sin]
         y = (torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)).to(x.dtype)
-        return torch.cat([y, rest], -1) if rest.shape[-1] else y
+        return y if whole else torch.cat([y, x[..., self.features :]], -1)
 
 
 @remembered
