@@ -11,7 +11,8 @@ from torch import Tensor
 
 import crosscut as cc
 from block_cases import FFN, HEADS, HIDDEN, KV, check
-from crosscut.distributed.mesh import Mesh
+from crosscut.collectives.select import ALGORITHMS
+from crosscut.distributed.mesh import Group, Mesh
 from crosscut.errors import UsageError
 from crosscut.layers import ParallelBlock
 from crosscut.layers.replicas import clip_grad_norm_, placed_parameters
@@ -41,7 +42,13 @@ def test_without_gradients_sum_residual_and_norm_are_one_call(
     from crosscut.layers import block as module
 
     calls: list[int] = []
-    whole = module.all_reduce_norm
+    whole, multiply = module.all_reduce_norm, module.linear
+
+    def handed_over(x: Tensor, weight: Tensor, then: tuple[str, Group]) -> Tensor:
+        assert then[0] in ALGORITHMS, "the rule of few tokens asks the table of sizes by this name"
+        return multiply(x, weight, then=then)
+
+    monkeypatch.setattr(module, "linear", handed_over)
     monkeypatch.setattr(module, "joins_norm", lambda x, group: True)
     monkeypatch.setattr(module, "all_reduce_norm", lambda *args: (calls.append(1), whole(*args))[1])
     options: dict[str, Any] = {"bias": bias, "norm": norm, "seed": 5, "attention": {"kv_heads": KV, "rope_theta": 1e4}}

@@ -104,6 +104,7 @@ class ParallelBlock(nn.Module):
         attention, norm = self.attention, self.mlp_norm
         if (
             torch.is_grad_enabled()
+            or torch.compiler.is_dynamo_compiling()
             or attention.group.size == 1
             or norm.sequence_parallel
             or torch.is_autocast_enabled(x.device.type)
@@ -119,7 +120,7 @@ class ParallelBlock(nn.Module):
         """``x + attention(norm(x))`` and its norm, for the MLP."""
         attention, norm = self.attention, self.mlp_norm
         mixed = attention.mix(attention.qkv(self.attention_norm(x)), positions)
-        partial = linear(mixed, attention.o.weight, then=("all_reduce_norm", attention.group))
+        partial = linear(mixed, attention.o.weight, then=("all_reduce", attention.group))
         is_layer = isinstance(norm, LayerNorm)
         normed, x = all_reduce_norm(partial, x, norm.weight, attention.group, norm.eps, attention.o.bias, norm.bias, is_layer)
         return x, normed
