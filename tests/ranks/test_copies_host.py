@@ -93,7 +93,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(module, "Launch", Launch)
     monkeypatch.setattr(module, "Order", Order)
     monkeypatch.setattr(module, "function", lambda source, name, world, index: name.removeprefix("copies_"))
-    monkeypatch.setattr(module, "_driver", lambda: Driver(found))
+    monkeypatch.setattr(module, "driver", lambda: Driver(found))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     for name, value in (
         ("synchronize", lambda device: None), ("current_device", lambda: 0), ("stream", stream), ("Event", Event),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from crosscut.bench.collective_cases import Ask, Buffers, Case, Works
-from crosscut.collectives import all_reduce, barrier
+from crosscut.collectives import all_agree, barrier
 from crosscut.collectives.fast import choice, fast
 from crosscut.collectives.select import ALGORITHMS
 from crosscut.distributed.mesh import Group
@@ -234,11 +234,6 @@ def _make(name: str, group: Group, room: int) -> Implementation:
     if not on_gpu:
         raise Unavailable("it needs a GPU for each rank and NCCL")
     return (NcclSymmetric if name == "nccl_symmetric" else TorchSymmetric)(name, group, room)
-
-
-def all_agree(group: Group, mine: bool) -> bool:
-    """Whether ``mine`` holds on every rank."""
-    return bool(all_reduce(torch.tensor([int(mine)], device=group.device), group, "min").item())
 
 
 def first_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from crosscut.bench import clocks, pairs
-from crosscut.bench.backends import Implementation, all_agree, build, first_line, free_memory
+from crosscut.bench.backends import Implementation, build, first_line, free_memory
 from crosscut.bench.collective_cases import CASES, Case, Place
 from crosscut.bench.collective_timing import Measured, Problem
 from crosscut.bench.context import hardware, make_record
@@ -24,7 +24,7 @@ from crosscut.bench.extend import all_exact
 from crosscut.bench.fit import summarise
 from crosscut.bench.timing import Sampling
 from crosscut.bench.verdict import noisy
-from crosscut.collectives import all_reduce
+from crosscut.collectives import all_agree, all_reduce
 from crosscut.distributed.launch import RankContext
 from crosscut.distributed.mesh import Group, make_mesh
 from crosscut.errors import CrosscutError, UsageError, choose

@@ -11,6 +11,7 @@ from crosscut.collectives.autograd import (
 from crosscut.collectives.call import Pending
 from crosscut.collectives.fast import choice
 from crosscut.collectives.functional import (
+    all_agree,
     all_gather,
     all_reduce,
     all_reduce_norm,
@@ -24,6 +25,7 @@ from crosscut.collectives.functional import (
 
 __all__ = [
     "Pending",
+    "all_agree",
     "all_gather",
     "all_reduce",
     "all_reduce_norm",

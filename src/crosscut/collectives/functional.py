@@ -237,6 +237,11 @@ def all_reduce_norm(
     return (normed if norm_bias is None else normed + norm_bias), z
 
 
+def all_agree(group: Group, mine: bool) -> bool:
+    """Whether ``mine`` holds on every rank. A collective call."""
+    return bool(all_reduce(torch.tensor([int(mine)], device=group.device), group, "min").item())
+
+
 def barrier(group: Group) -> None:
     """Return when every rank of the group has come here and, on GPUs, the work queued before it is done."""
     if group.size > 1:

@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from ctypes import c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ from torch import Tensor
 
 from crosscut.errors import CollectiveTimeout
 from crosscut.kernels.compile import function
-from crosscut.kernels.launch import RANKS, Call, Launch
+from crosscut.kernels.launch import RANKS, Call, Launch, driver
 from crosscut.kernels.order import Order
 
 PIECES = 16  # as in copies.cu
@@ -218,11 +217,6 @@ class _Copy2D(ctypes.Structure):  # CUDA_MEMCPY2D
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the addresses say whose memory it is
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def copy(source: int, into: Tensor, stream: int) -> None:
     """Queue a copy of dense bytes at the address ``source`` into ``into``, rows along dim 0, by a copy engine.
 
@@ -233,7 +227,7 @@ def copy(source: int, into: Tensor, stream: int) -> None:
     rows, width, pitch = into.shape[0], into.nbytes // into.shape[0], into.stride(0) * into.element_size()
     assert into[0].is_contiguous(), "a row must be dense"
     if rows == 1 or pitch == width:
-        status = _driver().cuMemcpyDtoDAsync_v2(
+        status = driver().cuMemcpyDtoDAsync_v2(
             c_uint64(into.data_ptr()), c_uint64(source), c_size_t(into.nbytes), c_void_p(stream)
         )
     else:
@@ -241,7 +235,7 @@ def copy(source: int, into: Tensor, stream: int) -> None:
             source_type=_UNIFIED, source_device=source, source_pitch=width,
             into_type=_UNIFIED, into_device=into.data_ptr(), into_pitch=pitch, width=width, height=rows,
         )  # fmt: skip
-        status = _driver().cuMemcpy2DAsync_v2(ctypes.byref(what), c_void_p(stream))
+        status = driver().cuMemcpy2DAsync_v2(ctypes.byref(what), c_void_p(stream))
     if status:
         raise RuntimeError(f"the CUDA driver refused a copy of {rows} rows of {width} bytes: error {status}")
 

@@ -53,7 +53,8 @@ _MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """The CUDA driver, for calls that need no Python object around them."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -76,8 +77,8 @@ class Launch:
         self._config = _Config(1, 1, 1, 1, 1, 1, shared, None, ctypes.addressof(self._attributes), len(attributes))
         self._parameters = (c_void_p * 2)(ctypes.addressof(self.call), ctypes.addressof(self.total))
         self._where = ctypes.byref(self._config)
-        self._launch = _driver().cuLaunchKernelEx
-        if shared > 48 << 10 and _driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, MOST_SHARED):
+        self._launch = driver().cuLaunchKernelEx
+        if shared > 48 << 10 and driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, MOST_SHARED):
             raise RuntimeError(f"the CUDA driver refused a kernel {shared} bytes of shared memory")
 
     def __call__(self, grid: int, block: int, stream: int) -> None:

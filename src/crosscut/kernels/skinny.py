@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_int, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from crosscut.kernels.compile import function
-from crosscut.kernels.launch import MOST_SHARED, Launch
+from crosscut.kernels.launch import MOST_SHARED, Launch, driver
 
 TYPES = {torch.bfloat16: ("bf16", "Bf16"), torch.float16: ("fp16", "Fp16")}
 WIDTHS = (8, 16, 32, 64, 96, 128)
@@ -153,16 +152,11 @@ class Skinny:
         return found
 
 
-@cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 def _map(at: int, k: int, rows: int, box: int, dtype: torch.dtype) -> bytes:
     """The copy engine's description of a tensor [rows, k] at ``at``, cut in boxes of ``box`` rows by 64 k, swizzled."""
     memory = ctypes.create_string_buffer(192)
     aligned = -(-ctypes.addressof(memory) // 64) * 64
-    status = _driver().cuTensorMapEncodeTiled(
+    status = driver().cuTensorMapEncodeTiled(
         c_void_p(aligned), c_int(9 if dtype == torch.bfloat16 else 6), c_uint32(2), c_void_p(at),
         (c_uint64 * 2)(k, rows), (c_uint64 * 1)(2 * k), (c_uint32 * 2)(64, box), (c_uint32 * 2)(1, 1),
         c_int(0), c_int(3), c_int(2), c_int(0),  # not interleaved, swizzle of 128 bytes, L2 fetches 128, zeros outside

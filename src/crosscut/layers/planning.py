@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from crosscut.collectives import all_reduce
+from crosscut.collectives import all_agree, all_reduce
 from crosscut.collectives.fast import fast
 from crosscut.distributed.mesh import Group
 from crosscut.distributed.topology import topology
@@ -127,10 +128,7 @@ def _copies(group: Group) -> Copies | None:
         assert group.process_group is not None
         known: _Known = group.cache[_KEY]
         index = group.device.index if group.device.index is not None else torch.cuda.current_device()
-
-        def agree(mine: bool) -> bool:
-            return bool(all_reduce(torch.tensor([int(mine)], device=group.device), group, "min").item())
-
+        agree = partial(all_agree, group)
         group.cache[_COPIES] = shared_copies(
             group.axis, group.process_group, torch.device("cuda", index), settings().timeout, known.half, agree
         )
