@@ -34,7 +34,7 @@ from torch import Tensor
 
 import crosscut as cc
 from crosscut.bench.context import make_record
-from crosscut.bench.timing import clock, slowest
+from crosscut.bench.timing import slowest
 from crosscut.collectives import all_gather, barrier
 from crosscut.distributed.mesh import Mesh
 from crosscut.models.stream import write_stream
@@ -213,51 +213,69 @@ class Bench:
 
     def decodes(self) -> Iterator[Row]:
         size = self.mesh.tp.size
-        yield self._decode("crosscut", size, cc.from_pretrained(self.args.dir, self.mesh, uneven=True))
+        yield from self._decode("crosscut", size, cc.from_pretrained(self.args.dir, self.mesh, uneven=True))
         free(self.mesh.device)
         alone = self.mesh.rank == 0
-        yield self._decode("transformers", 1, unsplit(self.args.dir, self.mesh.device) if alone else None)
+        yield from self._decode("transformers", 1, unsplit(self.args.dir, self.mesh.device) if alone else None)
         free(self.mesh.device)
         if size > 1 and not self.args.no_tp_plan:
-            yield self._tp_plan()
+            yield from self._tp_plan()
 
-    def _decode(self, impl: str, world: int, model: Any) -> Row:
+    def _decode(self, impl: str, world: int, model: Any) -> Iterator[Row]:
         """``model`` None: this rank waits."""
+        for cache in ("dynamic", "static"):
+            yield self._text(impl, world, model, cache)
+
+    def _text(self, impl: str, world: int, model: Any, cache: str) -> Row:
         args, samples, tokens = self.args, [0.0], None
-        ids = torch.randint(3, args.vocab, (1, args.prompt), generator=torch.Generator().manual_seed(0)).to(self.mesh.device)
-
-        def text(count: int) -> Tensor:
-            how = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
-            out: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, args.prompt :]
-            return out
-
         if model is not None:
-            text(args.tokens)
+            ids = torch.randint(3, args.vocab, (1, args.prompt), generator=torch.Generator().manual_seed(0))
+            ids = ids.to(self.mesh.device)
+            how = {"max_new_tokens": args.tokens, "min_new_tokens": args.tokens, "do_sample": False, "pad_token_id": 0}
+            how |= {"attention_mask": torch.ones_like(ids)} | ({"cache_implementation": "static"} if cache == "static" else {})
+            model.generate(ids, **how), model.generate(ids, **how)  # compiles, then captures
             samples = []
             for _ in range(args.samples):
-                first = clock(lambda: text(1), self.mesh.device, host=True)
-                samples.append((clock(lambda: text(args.tokens), self.mesh.device, host=True) - first) / (args.tokens - 1))
-            tokens = text(args.tokens).tolist()
+                ticks = Ticks()
+                tokens = model.generate(ids, **how, streamer=ticks)[0, args.prompt :].tolist()
+                samples += ticks.intervals()
         barrier(self.mesh.tp)
         if world > 1:
             samples = slowest(samples, self.mesh.tp)
         times = Times.of(samples)
-        self.say(f"{impl:>14} decode  tp {world}  {times.p50 / 1e3:8.3f} ms a token")
+        self.say(f"{impl:>14} {cache:>7}  tp {world}  {times.p50 / 1e3:8.3f} ms a token")
         shape = {"prompt": args.prompt, "tokens": args.tokens, "batch": 1}
-        extra = {"text": tokens}
-        return Row("generate", impl, "eager", world, "bfloat16", shape, us=times, n=len(samples) * args.tokens, extra=extra)
+        return Row("generate", impl, cache, world, "bfloat16", shape, us=times, n=len(samples), extra={"text": tokens})
 
-    def _tp_plan(self) -> Row:
+    def _tp_plan(self) -> Iterator[Row]:
         size = self.mesh.tp.size
         try:
             from transformers import AutoModelForCausalLM
 
             model = AutoModelForCausalLM.from_pretrained(self.args.dir, dtype=torch.bfloat16, tp_plan="auto").eval()
-            return self._decode("transformers tp_plan", size, model)
+            yield from self._decode("transformers tp_plan", size, model)
         except Exception as error:  # whatever it is, the other rows stand
             note = f"did not run: {type(error).__name__}: {error}"[:300]
             self.say(f"transformers tp_plan {note}")
-            return Row("generate", "transformers tp_plan", "eager", size, "bfloat16", note=note)
+            yield Row("generate", "transformers tp_plan", "eager", size, "bfloat16", note=note)
+
+
+class Ticks:
+    """A streamer of transformers that notes when each token came."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, tokens: Tensor) -> None:
+        """The prompt, then each token."""
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    def intervals(self) -> list[float]:
+        """Microseconds between tokens, from the second on: the one before that came from the prompt."""
+        return [(b - a) * 1e6 for a, b in zip(self.at[2:], self.at[3:], strict=False)]
 
 
 def unsplit(folder: Path, device: torch.device) -> Any:
@@ -271,18 +289,19 @@ def notes(rows: list[Row]) -> list[str]:
     """What the rows say, in words."""
     said = []
     median = {(row.subject, row.impl, row.mode): row.us.p50 for row in rows if row.us is not None}
-    for mode in ("cold", "warm"):
-        ratio = median["load", "crosscut", mode] / median["load", "read", mode]
-        said.append(f"{mode}: loading takes {ratio:.2f} x the time of reading the bytes in order")
     for row in rows:
+        if row.us is None:
+            continue
         if row.subject == "load" and row.impl == "crosscut":
+            ratio = row.us.p50 / median["load", "read", row.mode]
+            said.append(f"{row.mode}: loading takes {ratio:.2f} x the time of reading the bytes in order")
             over = max(peak - own for peak, own in zip(row.extra["host_peak"], row.extra["shard"], strict=True))
             said.append(
                 f"{row.mode}: host peak {format_size(max(row.extra['host_peak']))}, {format_size(over)} above the shard"
             )
-        if row.subject == "generate" and row.impl != "crosscut" and row.us is not None:
-            ratio = row.us.p50 / median["generate", "crosscut", "eager"]
-            said.append(f"decode: {ratio:.2f} x as fast as {row.impl} (tp {row.world})")
+        if row.subject == "generate" and row.impl != "crosscut":
+            ratio = row.us.p50 / median["generate", "crosscut", row.mode]
+            said.append(f"decode, {row.mode}: crosscut is {ratio:.2f} x as fast as {row.impl} (tp {row.world})")
     return said
 
 
@@ -295,9 +314,12 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--part", default="load,decode", help="load, decode, or both (the default)")
     parser.add_argument("--no-tp-plan", action="store_true", help="leave out transformers' own tensor parallelism")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if not set(args.part.split(",")) <= {"load", "decode"}:
+        parser.error(f"--part {args.part}: load, decode, or load,decode")
     os.environ.setdefault("CROSSCUT_TIMEOUT", "1800")  # the others wait while the first rank writes, or loads alone
     mesh, started = cc.init_mesh(), now()
     if mesh.rank == 0 and not (args.dir / INDEX).is_file():
@@ -307,7 +329,7 @@ def main() -> int:
     bench = Bench(args, mesh)
     bench.say(f"{format_size(bench.nbytes)} in {len(bench.files)} files")
     with torch.no_grad():
-        rows = [*bench.loads(), *bench.decodes()]
+        rows = [row for part in args.part.split(",") for row in {"load": bench.loads, "decode": bench.decodes}[part]()]
     found = notes(rows)
     bench.say("\n".join(found))
     config = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items() if key != "out"}

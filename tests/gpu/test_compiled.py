@@ -47,3 +47,26 @@ def test_a_compiled_mlp_equals_the_eager_one(mode: str | None, monkeypatch: pyte
     worst = run(trained, (mode,), LaunchConfig(2, "gloo", "cuda", timeout=120))
     assert worst is not None
     assert worst < 1e-4
+
+
+def decoded(ctx: Any, name: str) -> bool:
+    """Whether the text of a split model with a static cache, which transformers compiles and captures, is the unsplit one's."""
+    zoo = pytest.importorskip("zoo")
+    mesh = make_mesh(device=ctx.device)
+    model, ids = zoo.model(name).to(ctx.device), zoo.prompt(name).to(ctx.device)
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(ids, **how)
+    model = crosscut.parallelize(model, mesh)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    texts = [model.generate(ids, **how, cache_implementation="static") for _ in range(3)]  # compiled, captured, replayed
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs, "nothing was compiled"
+    return all(torch.equal(text, expected) for text in texts)
+
+
+@pytest.mark.parametrize("name", ["llama-6q3kv", "gpt2"])
+def test_static_cache_decoding_writes_the_eager_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="the models are transformers'")
+    monkeypatch.setenv("CROSSCUT_COLLECTIVES", "kernels")
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    assert run(decoded, (name,), LaunchConfig(2, "gloo", "cuda", timeout=120))
