@@ -2,8 +2,10 @@
 
 Two groups share the ranks' streams. Each rank replays its own CUDA graphs, with random delays between them and eager calls
 in between, some of those from a second stream. A third of the calls, in graphs and outside, are started on the group's side
-stream and waited for after the call that follows. Inputs change with every call, on the GPU, so that data of an earlier call
-shows as an error. Every element of every output is compared on the GPU.
+stream and waited for after the call that follows. Not started are calls of which the waiting ranks' blocks would lie on every
+multiprocessor: seven ranks that waited so, on streams of high priority, kept the kernels of the eighth from starting. Ranks
+with GPUs of their own cannot get in each other's way like that. Inputs change with every call, on the GPU, so that data of
+an earlier call shows as an error. Every element of every output is compared on the GPU.
 
 Run: PYTHONPATH=src python benchmarks/soak.py --calls 1000000 --out benchmarks/results/FILE.json
 """
@@ -26,7 +28,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
 from virtual_ranks import VirtualRanks
 
-from crosscut.kernels.exchange import Exchange
+from crosscut.kernels.exchange import LANE_THREADS, Exchange
 from crosscut.kernels.order import Aside
 from crosscut.records import Hardware, Row, RunRecord, base_versions, now, source_commit
 
@@ -36,6 +38,7 @@ KINDS = (
     ("broadcast", "lanes"), ("broadcast", "blocks"), ("all_to_all", "lanes"), ("all_to_all", "blocks"),
 )  # fmt: skip
 SIZES = (1, 3, 8, 63, 512, 1000, 2048, 4097, 8192)
+MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
 MODULUS = 7  # small integers: sums are exact in every type
 
 
@@ -45,8 +48,10 @@ class Slot:
     def __init__(self, roll: dice.Random, group: VirtualRanks, rank: int, number: int) -> None:
         self.op, self.algorithm = roll.choice(KINDS)
         self.group, self.rank, self.root = group, rank, number % group.size
-        self.started = roll.random() < 1 / 3
+        started = roll.random() < 1 / 3
         size, dtype = roll.choice(SIZES), roll.choice((torch.bfloat16, torch.float16, torch.float32))
+        blocks = -(-size * dtype.itemsize // (8 * LANE_THREADS))  # of one rank, at most: a lane is 8 or 16 bytes
+        self.started = started and blocks * (group.size - 1) < MULTIPROCESSORS
         parts = group.size if self.op in ("reduce_scatter", "all_to_all") else 1
         places = torch.arange(parts * size, device="cuda")
         self.everyone = torch.stack([(places * (r + 2) + number + r) % MODULUS for r in range(group.size)]).to(dtype)

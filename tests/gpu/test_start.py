@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random as dice
+import time
 from typing import Any
 
 import pytest
@@ -53,6 +54,33 @@ def test_the_exchange_runs_while_the_callers_stream_is_busy() -> None:
             begun[rank][1].wait()
     torch.cuda.synchronize()
     assert all(same_bits(out, reduced(xs, "sum")) for out, _ in begun)
+
+
+@pytest.mark.parametrize("elements", [9000, 1 << 19])
+def test_the_caller_computes_on_while_the_exchange_waits_for_a_rank(elements: int) -> None:
+    """Also when the blocks that wait are 512, as many as there ever are: more than the GPU has multiprocessors."""
+    group, xs = VirtualRanks(2), random(2, (elements,), torch.bfloat16)
+    warm(group, xs, ("lanes", "sum"))
+    a = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
+    expected = (a @ a).float().sum()  # loads what is called below
+    torch.cuda.synchronize()
+    with torch.cuda.stream(group.streams[0]):
+        out, work = begin(group.ranks[0], xs[0])
+        found, done = (a @ a).float().sum(), torch.cuda.Event()
+        done.record()
+    end = time.monotonic() + 3
+    while not done.query() and time.monotonic() < end:
+        time.sleep(0.01)
+    computed = done.query()
+    with torch.cuda.stream(group.streams[1]):  # rank 1 comes, whatever was seen
+        other = group.ranks[1].all_reduce(xs[1], torch.empty_like(xs[1]))
+    with torch.cuda.stream(group.streams[0]):
+        work.wait()
+    torch.cuda.synchronize()
+    assert computed, "the caller's kernels stood behind the exchange"
+    assert found == expected
+    assert same_bits(out, reduced(xs, "sum"))
+    assert same_bits(other, out)
 
 
 def test_it_starts_after_what_makes_its_input_and_the_waiter_after_it() -> None:
