@@ -56,17 +56,17 @@ def test_the_exchange_runs_while_the_callers_stream_is_busy() -> None:
     assert all(same_bits(out, reduced(xs, "sum")) for out, _ in begun)
 
 
-@pytest.mark.parametrize("elements", [9000, 1 << 19])
-def test_the_caller_computes_on_while_the_exchange_waits_for_a_rank(elements: int) -> None:
-    """Also when the blocks that wait are 512, as many as there ever are: more than the GPU has multiprocessors."""
+@pytest.mark.parametrize(("elements", "compute"), [(9000, lambda a: a @ a), (1 << 19, lambda a: a * a)])
+def test_the_caller_computes_on_while_the_exchange_waits_for_a_rank(elements: int, compute: Any) -> None:
+    """9 blocks leave room for a multiply; 512, as many as ever wait, lie on every multiprocessor and leave room for less."""
     group, xs = VirtualRanks(2), random(2, (elements,), torch.bfloat16)
     warm(group, xs, ("lanes", "sum"))
     a = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
-    expected = (a @ a).float().sum()  # loads what is called below
+    expected = compute(a).float().sum()  # loads what is called below
     torch.cuda.synchronize()
     with torch.cuda.stream(group.streams[0]):
         out, work = begin(group.ranks[0], xs[0])
-        found, done = (a @ a).float().sum(), torch.cuda.Event()
+        found, done = compute(a).float().sum(), torch.cuda.Event()
         done.record()
     end = time.monotonic() + 3
     while not done.query() and time.monotonic() < end:
