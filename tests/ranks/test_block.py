@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import crosscut as cc
 from block_cases import FFN, HEADS, HIDDEN, KV, check
+from crosscut.bench.block import Sizes, random_block
+from crosscut.bench.calls import sharded
 from crosscut.collectives.select import ALGORITHMS
 from crosscut.distributed.mesh import Group, Mesh
 from crosscut.errors import UsageError
@@ -88,6 +92,77 @@ def test_initial_weights_do_not_depend_on_tp_and_norms_count_once(on_ranks: OnRa
         for weights, other in on_ranks(world, body):
             assert all(torch.equal(a, b) for a, b in zip(alone, weights, strict=True))
             torch.testing.assert_close(other, norm, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("tracked", [False, True], ids=["no gradients", "gradients"])
+@pytest.mark.parametrize("parallel", [False, True], ids=["sequential", "parallel residual"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_hooks_on_every_part_fire(on_ranks: OnRanks, world: int, parallel: bool, tracked: bool) -> None:
+    """Whatever the block does past its parts' own calls; what a hook returns is used."""
+
+    def body(mesh: Mesh) -> None:
+        block = ParallelBlock(HIDDEN, HEADS, FFN, mesh=mesh, parallel_residual=parallel, attention={"kv_heads": KV}, seed=1)
+        x = torch.randn(1, 3, HIDDEN, generator=torch.Generator().manual_seed(3)).requires_grad_(tracked)
+        parts = {name: part for name, part in block.named_modules() if name and name != "attention.dropout"}
+        with torch.set_grad_enabled(tracked):
+            plain = block(x)
+            for kind in ("forward_hook", "forward_pre_hook", *(("full_backward_hook",) if tracked else ())):
+                for name, part in parts.items():
+                    seen: list[nn.Module] = []
+                    handle = getattr(part, f"register_{kind}")(lambda part, *_, seen=seen: seen.append(part))
+                    y = block(x)
+                    if tracked:
+                        y.sum().backward()
+                    handle.remove()
+                    assert seen == [part] * (2 if name == "dropout" and not parallel else 1), (kind, name)
+                    torch.testing.assert_close(y, plain, rtol=1e-5, atol=1e-5)
+            handle = block.mlp.register_forward_hook(lambda part, given, y: y + 1)
+            torch.testing.assert_close(block(x), plain + (world if parallel else 1), rtol=1e-5, atol=1e-5)
+            handle.remove()
+
+    on_ranks(world, body)
+
+
+def test_a_hook_on_all_modules_fires_for_every_part(on_ranks: OnRanks) -> None:
+    (block,) = on_ranks(1, lambda mesh: ParallelBlock(HIDDEN, HEADS, FFN, mesh=mesh, parallel_residual=True, seed=1))
+    seen: list[nn.Module] = []
+    handle = register_module_forward_hook(lambda part, *_: seen.append(part))
+    try:
+        block(torch.ones(1, 3, HIDDEN))
+    finally:
+        handle.remove()
+    assert {id(part) for part in block.modules()} == {id(part) for part in [*seen, block.attention.dropout]}
+
+
+@pytest.mark.parametrize("tracked", [False, True], ids=["no gradients", "gradients"])
+def test_no_more_operators_than_by_hand(on_ranks: OnRanks, tracked: bool) -> None:
+    """A block of few tokens takes as long as its host needs to launch it: each operator counts, forward and backward."""
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return op(*args, **(kwargs or {}))
+
+    problem = random_block(Sizes(HIDDEN, HEADS, KV, FFN), 1, 3, torch.bfloat16, torch.device("cpu"))
+
+    def body(mesh: Mesh) -> None:
+        block = sharded(problem.build(mesh), problem.weights, mesh.tp, mesh.device).requires_grad_(tracked)
+        work, x = problem.work(False), problem.x.clone().requires_grad_(tracked)
+        weights = {name: weight.clone().requires_grad_(tracked) for name, weight in work.weights.items()}
+        found = []
+        for call in (lambda: block(x), lambda: work.compute(x, weights)):
+            call()  # tables of positions are made
+            with Count() as count:
+                y = call()
+                if tracked:
+                    y.sum().backward()
+            found.append(count.calls)
+        ours, by_hand = found
+        assert ours <= by_hand - 10
+
+    on_ranks(1, body)
 
 
 def test_dropout_trains_and_rests(on_ranks: OnRanks) -> None:

@@ -15,8 +15,8 @@ from crosscut import collectives
 from crosscut.collectives import Pending
 from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError
+from crosscut.layers import LayerNorm, overlap
 from crosscut.layers import linear as linear_module
-from crosscut.layers import overlap
 from crosscut.sharding import Replicated
 from layer_cases import KINDS, call_mlp, inputs, mlp_step, split_step, unsplit_linear, unsplit_mlp
 from parity import expected, step
@@ -289,6 +289,32 @@ def test_column_gradients_of_gradients(on_ranks: OnRanks, sequence: bool) -> Non
 
     for got in on_ranks(2, body):
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_that_is_computed_is_used(on_ranks: OnRanks, name: str, compiled: bool) -> None:
+    """torch's parametrisation takes one parameter out of the layer and leaves the other."""
+
+    class Doubled(nn.Module):
+        def forward(self, parameter: Tensor) -> Tensor:
+            return parameter * 2
+
+    def body(mesh: Mesh) -> None:
+        x, options = torch.randn(3, 6, generator=torch.Generator().manual_seed(2)), {"mesh": mesh, "seed": 1}
+        for layer in (
+            cc.ColumnParallelLinear(6, 6, gather_output=True, **options),
+            cc.RowParallelLinear(6, 6, input_is_parallel=False, **options),
+            LayerNorm(6, mesh=mesh),
+        ):
+            nn.init.normal_(layer.get_parameter("bias"), generator=torch.Generator().manual_seed(3))
+            twice = {key: p.detach() * (2 if key == name else 1) for key, p in layer.named_parameters()}
+            expected = torch.func.functional_call(layer, twice, x)
+            nn.utils.parametrize.register_parametrization(layer, name, Doubled())
+            got = torch.compile(layer, backend="eager", fullgraph=True)(x) if compiled else layer(x)
+            torch.testing.assert_close(got, expected)
+
+    on_ranks(2, body)
 
 
 def test_frozen_weights_autocast_and_checkpointing(on_ranks: OnRanks) -> None:

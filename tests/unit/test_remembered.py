@@ -60,3 +60,19 @@ def test_the_compiler_makes_its_own(made: list[int], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
     assert ones(3) is not kept
     assert made == [3, 3]
+
+
+def test_of_two_threads_that_make_it_at_once_the_first_one_counts(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph may already hold the first one's, which then must not be let go."""
+
+    @checks.remembered
+    def ones(length: int) -> Tensor:
+        made.append(length)
+        if len(made) == 1:
+            others.append(ones(length))  # as another thread may, meanwhile
+        return torch.ones(length)
+
+    others: list[Tensor] = []
+    assert ones(5) is others[0]
+    assert ones(5) is others[0]
+    assert made == [5, 5]

@@ -18,6 +18,7 @@ from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError
 from crosscut.layers.checks import check_positive
 from crosscut.layers.linear import RowParallelLinear
+from crosscut.layers.parts import parts
 from crosscut.layers.qkv import HeadNorm, QKVParallelLinear
 from crosscut.layers.random import HeadDropout
 from crosscut.layers.rope import make_rope
@@ -89,6 +90,7 @@ class ParallelAttention(nn.Module):
         self.dropout = HeadDropout(dropout, queries, mesh=mesh, invariant=dropout_invariant, generator=generator)
         mapping = self.heads.kv_of_query(mesh.tp.size, mesh.tp.rank)
         self.queries_per_kv = [mapping.count(kv) for kv in range(mapping[-1] + 1)]
+        self.own_heads = len(mapping), len(self.queries_per_kv)  # N/tp and K/tp
 
         seeds: tuple[int | None, int | None] = (None, None)
         if device is None or torch.device(device).type != "meta":
@@ -187,21 +189,39 @@ class ParallelAttention(nn.Module):
                 code="bad-shape",
                 fix=f"give [{'B, S' if self.sequence_dim else 'S, B'}, H={self.hidden}]",
             )
-        return self.o(self.mix(self.qkv(x, total_tokens), positions))
+        layers = parts(self)
+        y: Tensor = layers["o"](self.mix(layers["qkv"](x, total_tokens), positions))
+        return y
 
     def mix(self, packed: Tensor, positions: Tensor | None = None) -> Tensor:
         """What lies between the two multiplies, for all tokens: ``[B, S, (N/tp + 2 K/tp) * D] -> [B, S, N/tp * D]``."""
-        packed = packed.unflatten(-1, (-1, self.heads.head_dim)).movedim(self.sequence_dim, -2)
-        own_kv = len(self.queries_per_kv)
-        q, k, v = packed.split([sum(self.queries_per_kv), own_kv, own_kv], 1)  # [B, N/tp, S, D], [B, K/tp, S, D] twice
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if self.rope is not None:
-            cos, sin = self.rope.tables(self._positions(positions, packed), q.device, q.dtype)
-            q, k = self.rope.rotate(q, cos, sin), self.rope.rotate(k, cos, sin)
-        how: dict[str, Any] = {"causal": self.causal, "window": self.window, "scale": self.scale, "softcap": self.softcap}
-        y = attend(q, k, v, self.queries_per_kv, dropout=self.dropout, **how)
+        packed = packed.unflatten(-1, (-1, self.heads.head_dim)).movedim(self.sequence_dim, -2)  # [B, heads, S, D]
+        queries, kv = self.own_heads
+        if self.rope is not None and self.q_norm is None:  # one rotation serves both
+            both, v = packed.split_with_sizes([queries + kv, kv], 1)
+            q, k = self._turned(both, positions).split_with_sizes([queries, kv], 1)
+        else:
+            q, k, v = packed.split_with_sizes([queries, kv, kv], 1)
+            if self.q_norm is not None and self.k_norm is not None:
+                q, k = self._turned(self.q_norm(q), positions), self._turned(self.k_norm(k), positions)
+        y = attend(
+            q,
+            k,
+            v,
+            self.queries_per_kv,
+            causal=self.causal,
+            window=self.window,
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout=parts(self)["dropout"],
+        )
         return y.movedim(-2, self.sequence_dim).flatten(-2)
+
+    def _turned(self, heads: Tensor, positions: Tensor | None) -> Tensor:
+        """``[B, heads, S, D]``, each head rotated by the positions, where the layer has a rotation."""
+        if self.rope is None:
+            return heads
+        return self.rope.rotate(heads, *self.rope.tables(self._positions(positions, heads), heads.device, heads.dtype))
 
     def _positions(self, positions: Tensor | None, heads: Tensor) -> Tensor | int:
         batch, _, length, _ = heads.shape

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from crosscut.collectives import all_reduce_norm
 from crosscut.collectives.fast import joins_norm
@@ -20,6 +21,7 @@ from crosscut.layers.linear import ColumnParallelLinear, RowParallelLinear
 from crosscut.layers.matmul import linear
 from crosscut.layers.mlp import ParallelMLP
 from crosscut.layers.norm import LayerNorm, RMSNorm
+from crosscut.layers.parts import parts, weight_and_bias
 from crosscut.layers.qkv import QKVParallelLinear
 from crosscut.layers.random import ParallelDropout
 from crosscut.layers.shards import shared_seed
@@ -92,37 +94,38 @@ class ParallelBlock(nn.Module):
             partial = self._both(x, positions, total_tokens)
             both = self.mlp.down.plus_bias(self.attention.o.finish(partial))
             return x + self.dropout(both, total_tokens)
+        part = parts(self)
         if self._in_one_kernel(x):
             x, normed = self._attended(x, positions)
         else:
-            x = x + self.dropout(self.attention(self.attention_norm(x), positions, total_tokens), total_tokens)
-            normed = self.mlp_norm(x)
-        return x + self.dropout(self.mlp(normed, total_tokens), total_tokens)
+            mixed = part["attention"](part["attention_norm"](x), positions, total_tokens)
+            x = x + part["dropout"](mixed, total_tokens)
+            normed = part["mlp_norm"](x)
+        y: Tensor = x + part["dropout"](part["mlp"](normed, total_tokens), total_tokens)
+        return y
 
     def _in_one_kernel(self, x: Tensor) -> bool:
         """Whether a kernel can do all between the attention's output multiply and the MLP: sum over ranks, residual, norm."""
-        attention, norm = self.attention, self.mlp_norm
-        if (
-            torch.is_grad_enabled()
-            or torch.compiler.is_dynamo_compiling()
-            or attention.group.size == 1
-            or norm.sequence_parallel
-            or torch.is_autocast_enabled(x.device.type)
-        ):
+        if torch.is_grad_enabled() or torch.compiler.is_dynamo_compiling():
+            return False
+        part = parts(self)
+        attention, norm = part["attention"], part["mlp_norm"]
+        if attention.group.size == 1 or norm.sequence_parallel or torch.is_autocast_enabled(x.device.type):
             return False
         return (
-            not (self.training and self.dropout.p)
+            joins_norm(x, attention.group)
+            and not (self.training and part["dropout"].p)
             and _untouched(attention, attention.o, norm)
-            and joins_norm(x, attention.group)
         )
 
     def _attended(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """``x + attention(norm(x))`` and its norm, for the MLP."""
         attention, norm = self.attention, self.mlp_norm
+        (weight, bias), (scale, shift) = weight_and_bias(attention.o), weight_and_bias(norm)
         mixed = attention.mix(attention.qkv(self.attention_norm(x)), positions)
-        partial = linear(mixed, attention.o.weight, then=("all_reduce", attention.group))
+        partial = linear(mixed, weight, then=("all_reduce", attention.group))
         is_layer = isinstance(norm, LayerNorm)
-        normed, x = all_reduce_norm(partial, x, norm.weight, attention.group, norm.eps, attention.o.bias, norm.bias, is_layer)
+        normed, x = all_reduce_norm(partial, x, scale, attention.group, norm.eps, bias, shift, is_layer)
         return x, normed
 
     def _both(self, x: Tensor, positions: Tensor | None, total_tokens: int | None) -> Tensor:
@@ -137,12 +140,18 @@ class ParallelBlock(nn.Module):
 
 
 _OWN = {ParallelAttention, ParallelMLP, QKVParallelLinear, ColumnParallelLinear, RowParallelLinear, RMSNorm, LayerNorm}
+_HUNG_ON = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_compiled_call_impl", "forward"),  # by Module.compile, and by libraries that wrap a module in place
+)
 _SET_BY_BLOCK = ("self", "hidden", "heads", "mesh", "sequence_parallel", "sequence_dim", "device", "dtype", "seed")
 
 
-def _untouched(*parts: nn.Module) -> bool:
-    """Whether these are crosscut's own layers without hooks, so that their work may be done elsewhere."""
-    return all(type(part) in _OWN and not part._forward_hooks and not part._forward_pre_hooks for part in parts)
+def _untouched(*layers: nn.Module) -> bool:
+    """Whether these are crosscut's own layers with nothing hung on them, so that their work may be done elsewhere."""
+    if _has_any_global_hook():
+        return False
+    return all(type(part) in _OWN and not any(part.__dict__.get(name) for name in _HUNG_ON) for part in layers)
 
 
 def _checked(attention: dict[str, Any]) -> dict[str, Any]:

@@ -67,34 +67,33 @@ def remembered(make: Callable[..., R]) -> Callable[..., R]:
     """``make`` with its last few results kept and shared, by its (hashable) arguments. Nobody may change a result.
 
     Not while torch.compile records, whose record makes its own. A CUDA graph takes what is kept, which is then kept for good,
-    since the graph may be replayed at any time; what is not kept it makes for itself. The results can be saved for a backward
-    even when inference mode asked for them first.
+    since the graph may be replayed at any time; what is not kept it makes for itself. The results, never None, can be saved for
+    a backward even when inference mode asked for them first.
     """
     kept: dict[tuple[Any, ...], R] = {}
-    of_graphs: dict[tuple[Any, ...], R] = {}
+    of_graphs: set[tuple[Any, ...]] = set()  # those of kept that no other may push out
     lock = Lock()
 
     @wraps(make)
     def get(*args: Any) -> R:
         if torch.compiler.is_dynamo_compiling():
             return make(*args)
-        capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        with lock:
-            if args in of_graphs:
-                return of_graphs[args]
-            if args in kept:
-                if capturing:
-                    of_graphs[args] = kept.pop(args)
-                    return of_graphs[args]
-                return kept[args]
-        if capturing:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            with lock:
+                if args in kept:
+                    of_graphs.add(args)
+                    return kept[args]
             return make(*args)
+        found = kept.get(args)  # every layer's every call: no lock for one look
+        if found is not None:
+            return found
         with torch.inference_mode(False):
             made = make(*args)
         with lock:
-            kept[args] = made
-            while len(kept) > _KEPT:
-                del kept[next(iter(kept))]
+            made = kept.setdefault(args, made)  # another thread's, if it was first: a graph may already hold it
+            passing = [known for known in kept if known not in of_graphs]
+            for known in passing[:-_KEPT]:
+                del kept[known]
         return made
 
     return get

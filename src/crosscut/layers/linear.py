@@ -25,6 +25,7 @@ from crosscut.errors import UsageError
 from crosscut.layers.checks import check_dtype
 from crosscut.layers.matmul import linear
 from crosscut.layers.overlap import column_linear, row_in_pieces
+from crosscut.layers.parts import weight_and_bias
 from crosscut.layers.shards import gather, refuse_empty, shared_seed, take, uniform_
 from crosscut.sharding import Column, Cut, Packed, Replicated, Row
 
@@ -99,11 +100,7 @@ class _ParallelLinear(nn.Module):
                 linear.get_parameter(name).copy_(gather(mine, self.cuts[name], self.shapes[name], self.group))
         return linear
 
-    def _own(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias without nn.Module's slow attribute search, which costs a token's layer 2 us of Python."""
-        own = self._parameters
-        weight = own.get("weight")
-        return (self.weight, self.bias) if weight is None else (weight, own.get("bias"))  # None: parametrised by the user
+    _own = weight_and_bias
 
     def _check_width(self, x: Tensor, allowed: int, what: str) -> None:
         if x.shape[-1] != allowed:
@@ -217,7 +214,9 @@ class RowParallelLinear(_ParallelLinear):
         else:
             self._check_width(x, self.in_features, "the input")
             x = scatter_to_tp(x, self.group)
-        weight = self._own()[0]
+        weight, bias = self._own()
+        if self.group.size == 1:
+            return linear(x, weight, bias if self.reduce_output else None)
         if self.reduce_output:
             sequence_dim = self.sequence_dim if self.sequence_parallel else None
             y = row_in_pieces(x, weight, self.group, sequence_dim, self.in_features)

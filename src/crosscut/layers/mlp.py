@@ -14,6 +14,7 @@ from typing_extensions import Self
 from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError, choose
 from crosscut.layers.linear import ColumnParallelLinear, RowParallelLinear
+from crosscut.layers.parts import parts
 from crosscut.layers.shards import pack, refuse_empty, shared_seed, unpack
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -96,9 +97,9 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor, total_tokens: int | None = None) -> Tensor:
         """``x [T, H] -> y [T, H]``; ``total_tokens`` as in ColumnParallelLinear."""
-        layers = self._modules
-        y = layers["up"](x, total_tokens)  # type: ignore[misc]
-        return layers["down"](self.activate(y))  # type: ignore[misc]
+        layers = parts(self)
+        y: Tensor = layers["down"](self.activate(layers["up"](x, total_tokens)))
+        return y
 
     def activate(self, y: Tensor) -> Tensor:
         """What lies between the two multiplies: ``[T, F/tp]``, gated ``[T, 2F/tp]``, ``-> [T, F/tp]``."""

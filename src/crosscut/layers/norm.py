@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from crosscut.collectives import copy_to_tp
 from crosscut.distributed.mesh import Mesh
 from crosscut.layers.checks import check_dtype, check_eps
+from crosscut.layers.parts import weight_and_bias
 from crosscut.layers.shards import refuse_empty
 from crosscut.sharding import Cut, Replicated
 
@@ -47,10 +48,10 @@ class _Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [..., H] -> [..., H]``."""
+        weight, bias = weight_and_bias(self)
         if not self.sequence_parallel:
-            return self.normalise(x, self.weight, self.bias)
-        bias = None if self.bias is None else copy_to_tp(self.bias, self.group)
-        return self.normalise(x, copy_to_tp(self.weight, self.group), bias)
+            return self.normalise(x, weight, bias)
+        return self.normalise(x, copy_to_tp(weight, self.group), None if bias is None else copy_to_tp(bias, self.group))
 
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The norm with these parameters; their gradients are left as they come."""

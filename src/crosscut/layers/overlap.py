@@ -55,8 +55,8 @@ def column_linear(
         whole = copy_to_tp(x, group) if sequence_dim is None else gather_sequence(x, group, sequence_dim, total)
         y = F.linear(whole, weight, bias)
         return gather_from_tp(y, group, -1, out_features) if gather_output else y
-    sharded = sequence_dim is not None and group.size > 1
-    if not (sharded or gather_output or (x.requires_grad and torch.is_grad_enabled())):
+    sharded = sequence_dim is not None
+    if group.size == 1 or not (sharded or gather_output or (x.requires_grad and torch.is_grad_enabled())):
         return linear(x, weight, bias)
     if sharded and total is None:
         total = x.shape[sequence_dim] * group.size  # type: ignore[index]

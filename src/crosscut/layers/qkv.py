@@ -111,7 +111,7 @@ def sum_kv_gradient(rows: Tensor, heads: Heads, group: Group) -> Tensor:
     Each KV head's gradient becomes the sum over the ranks that hold it, so that replicas get equal steps. Where no head is
     replicated it does nothing at all.
     """
-    if not heads.kv_replicated(group.size) or not (rows.requires_grad and torch.is_grad_enabled()):
+    if not (rows.requires_grad and torch.is_grad_enabled()) or not heads.kv_replicated(group.size):
         return rows
     return _SumKVGradient.apply(rows, heads, group)
 

@@ -105,15 +105,16 @@ class HeadDropout(nn.Module):
         check_dropout(p)
         self.p, self.heads, self.group, self.invariant, self.generator = p, heads, mesh.tp, invariant, generator
 
+    def drops(self) -> bool:
+        """Whether anything is dropped now."""
+        return self.training and self.p > 0
+
     @contextmanager
     def drawn(self, device: torch.device) -> Iterator[float | Callable[[Tensor], Tensor]]:
         """Within: a function that drops weights ``[B, N/tp, ...]``, or p for a kernel that draws from torch's own generator.
 
-        p is 0 when nothing is dropped. The same number of draws on each rank, whatever heads it holds.
+        Ask :meth:`drops` first: it always draws. The same number of draws on each rank, whatever heads it holds.
         """
-        if not self.training or self.p == 0:
-            yield 0.0
-            return
         seed = _draw(self.generator)
         if self.invariant or device.type != "cuda":
             heads = range(self.heads.start, self.heads.stop)

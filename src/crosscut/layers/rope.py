@@ -93,7 +93,7 @@ class Rope:
         whole = self.features == x.shape[-1]
         turned = x if whole else x[..., : self.features]
         first, second = (turned[..., ::2], turned[..., 1::2]) if self.interleaved else turned.chunk(2, -1)
-        pair = [first * cos - second * sin, second * cos + first * sin]
+        pair = [torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin)]
         y = (torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)).to(x.dtype)
         return y if whole else torch.cat([y, x[..., self.features :]], -1)
 

@@ -42,15 +42,31 @@ def attend(
     """
     if len(set(queries_per_kv)) > 1:  # the border between ranks lies inside a group of heads
         k, v = one_per_query(k, queries_per_kv), one_per_query(v, queries_per_kv)
-    weigh: Weigh
+    if not dropout.drops():
+        return _attend(q, k, v, causal, window, scale, softcap, 0.0)
     with dropout.drawn(q.device) as drop:
-        if softcap is not None or callable(drop):
-            weigh = partial(_by_formula, scale=q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, drop=drop)
-        else:
-            weigh = partial(_fused, scale=scale, p=drop)
-        if window is None or window >= q.shape[-2]:
-            return weigh(q, k, v, None, causal)
-        return _in_blocks(weigh, q, k, v, causal, window)
+        return _attend(q, k, v, causal, window, scale, softcap, drop)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    softcap: float | None,
+    drop: Callable[[Tensor], Tensor] | float,
+) -> Tensor:
+    """As :func:`attend`, each KV head for as many query heads. ``drop``: drops weights, or p for a kernel that does."""
+    weigh: Weigh
+    if softcap is not None or callable(drop):
+        weigh = partial(_by_formula, scale=q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, drop=drop)
+    else:
+        weigh = partial(_fused, scale=scale, p=drop)
+    if window is None or window >= q.shape[-2]:
+        return weigh(q, k, v, None, causal)
+    return _in_blocks(weigh, q, k, v, causal, window)
 
 
 def one_per_query(kv: Tensor, queries_per_kv: list[int]) -> Tensor:
