@@ -130,6 +130,7 @@ STRANGERS: dict[str, Animal] = {
         },
     )),
     "gptj": Animal("gptj", {**_GPT2, "n_head": 6, "rotary_dim": 4}),
+    "apertus": Animal("apertus", _llama(48, 6, 3)),  # an activation with parameters between the wide layers
     "olmo-10q2kv": Animal("olmo", _llama(40, 10, 2, clip_qkv=0.5)),
 }  # fmt: skip
 """Models without a table, which a guessed one splits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,8 @@ from crosscut.layers.replicas import check_replicas, clip_grad_norm_, placed_par
 from crosscut.layers.shards import take
 from crosscut.models import split_modules, weights
 from crosscut.models.split_modules import OnePerQuery
-from crosscut.sharding import FAMILIES, Role, Rule
+from crosscut.sharding import FAMILIES, Role, Rule, plan
+from crosscut.sharding.describe import describe
 
 OnRanks = Callable[..., list[Any]]
 NEAR = 1e-5  # relative; float32 sums in another order are off by 1e-6 here, a wrong cut or a missing sum by far more
@@ -250,3 +252,61 @@ def test_a_static_cache_has_the_ranks_heads(on_ranks: OnRanks) -> None:
     expected = zoo.model(name).generate(**how)
     for found in on_ranks(4, lambda mesh: cc.parallelize(zoo.model(name), mesh).generate(**how)):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["llama-10q2kv", "gemma3", "deepseek_v3", "falcon-7b", "falcon-40b", "falcon-40b-10q2kv"])
+def test_the_plan_counts_the_cache_that_a_rank_fills(on_ranks: OnRanks, name: str, tmp_path: Path) -> None:
+    zoo.config(name).save_pretrained(tmp_path)
+    tokens = 4
+
+    def body(mesh: Mesh) -> float:
+        model = cc.parallelize(zoo.model(name), mesh)
+        layers = model(zoo.prompt(name, batch=1, length=tokens), use_cache=True).past_key_values.layers
+        return sum(held.numel() * held.element_size() for layer in layers for held in (layer.keys, layer.values)) / tokens
+
+    for tp in (1, 2, 4):
+        planned = plan.split(describe(tmp_path, "float32"), tp)
+        sizes = [full + short for full, short in zip(planned.full_token, planned.window_token, strict=True)]
+        assert on_ranks(tp, body) == sizes, tp
+
+
+@pytest.mark.parametrize(("features", "tp", "dtype"), [(16, 4, torch.bfloat16), (8, 6, torch.float32), (4, 6, torch.float32)])
+def test_narrow_experts(on_ranks: OnRanks, features: int, tp: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are aligned in float32 and not in bfloat16, to which the split model is converted; and ranks without any."""
+    animal = zoo.ZOO["mixtral"]
+    monkeypatch.setitem(zoo.ZOO, "narrow", replace(animal, sizes={**animal.sizes, "intermediate_size": features}))
+    ids = zoo.prompt("narrow")
+    expected = zoo.model("narrow")(ids).logits.detach()
+    for found in on_ranks(tp, lambda mesh: cc.parallelize(zoo.model("narrow"), mesh).to(dtype)(ids).logits.detach()):
+        near = NEAR if dtype == torch.float32 else 0.05
+        assert float((found - expected).norm()) <= near * float(expected.norm())
+
+
+def test_a_deep_copy_is_restored_too() -> None:
+    """What was not there before the change is not there afterwards, in a copy as in the original."""
+    module = torch.nn.Linear(2, 2)
+    split_modules.change(module, mine=3)
+    other = deepcopy(module)
+    split_modules.restore(other)
+    assert not hasattr(other, "mine")
+
+
+def test_a_deep_copy_is_a_model_of_its_own(on_ranks: OnRanks) -> None:
+    """As moving averages of the weights keep; it shares the ranks' group, which cannot be copied."""
+    name = "llama-6q3kv"
+
+    def body(mesh: Mesh) -> tuple[bool, Tensor, Tensor]:
+        model = cc.parallelize(zoo.model(name), mesh).eval()
+        twin = deepcopy(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        whole = dict(zoo.model(name).named_parameters())
+        logits = twin(**batch(name)).logits.detach()
+        same = all(torch.equal(p, whole[key]) for key, p in cc.gather(twin).named_parameters())
+        return same, logits[batch(name)["attention_mask"] == 1], model(**batch(name)).logits
+
+    for same, logits, zeroed in on_ranks(2, body):
+        assert same
+        assert_equal({"logits": logits}, unsplit(name))
+        assert not zeroed.any()

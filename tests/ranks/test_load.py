@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 import crosscut as cc
 import zoo
@@ -352,3 +352,88 @@ def test_a_wrong_gather_turns_it_red(on_ranks: OnRanks, monkeypatch: pytest.Monk
     on_ranks(2, lambda mesh: cc.save_pretrained(load(tmp_path / "theirs", mesh), tmp_path / "ours", mesh))
     with pytest.raises(AssertionError):
         assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+def rewritten(where: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    """The checkpoint's tensors after ``change``."""
+    tensors = load_file(where / "model.safetensors")
+    change(tensors)
+    save_file(tensors, where / "model.safetensors", {"format": "pt"})
+
+
+def test_of_a_tied_pair_the_head_alone_is_stored(on_ranks: OnRanks, tmp_path: Path) -> None:
+    """As safetensors' save_model leaves it; loaded, and saved as it was."""
+    model = saved("llama-9q3kv-tied", tmp_path / "theirs")
+    rewritten(tmp_path / "theirs", lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    on_ranks(2, lambda mesh: cc.save_pretrained(load(tmp_path / "theirs", mesh), tmp_path / "ours", mesh))
+    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+    for found in on_ranks(3, whole(tmp_path / "ours")):
+        assert_same(found, model.state_dict())
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_tied_head_that_is_stored_too_must_be_the_embedding(on_ranks: OnRanks, pickled: bool, tmp_path: Path) -> None:
+    """transformers does not tie the two then: their values would be lost without a word."""
+    model = saved("llama-9q3kv-tied", tmp_path)
+    head = model.lm_head.weight.detach().clone()
+
+    def store() -> None:
+        if pickled:
+            (tmp_path / "model.safetensors").unlink(missing_ok=True)
+            torch.save({**model.state_dict(), "lm_head.weight": head}, tmp_path / "pytorch_model.bin")
+        else:
+            rewritten(tmp_path, lambda tensors: tensors.update({"lm_head.weight": head}))
+
+    store()
+    for found in on_ranks(2, whole(tmp_path, allow_pickle=True)):
+        assert_same(found, model.state_dict())
+    head[-1, -1] += 1
+    store()
+    with pytest.raises(
+        UsageError, match=r"ties the output head to the embedding, .*values differ\n.*\"tie_word_embeddings\": false"
+    ) as error:
+        on_ranks(2, whole(tmp_path, allow_pickle=True))
+    assert error.value.code == "bad-config"
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    for found in on_ranks(2, whole(tmp_path, allow_pickle=True)):
+        assert_same(found, {**model.state_dict(), "lm_head.weight": head})
+
+
+def test_an_index_that_names_a_tied_head_which_no_file_holds(on_ranks: OnRanks, tmp_path: Path) -> None:
+    """Converted on the hub: the files lack what is tied, the index is that of the pickles."""
+    model = saved("llama-9q3kv-tied", tmp_path, max_shard_size=SHARD)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["lm_head.weight"] = index["weight_map"]["model.norm.weight"]
+    path.write_text(json.dumps(index))
+    for found in on_ranks(2, whole(tmp_path)):
+        assert_same(found, model.state_dict())
+    index["weight_map"]["model.layers.7.mlp.up_proj.weight"] = index["weight_map"]["model.norm.weight"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(UsageError, match=r"does not hold model.layers.7.mlp.up_proj.weight, which"):
+        on_ranks(1, whole(tmp_path))
+
+
+def test_a_tied_head_may_have_a_bias(on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sizes = {**zoo.ZOO["phi"].sizes, "tie_word_embeddings": True}
+    monkeypatch.setitem(zoo.ZOO, "phi-tied", replace(zoo.ZOO["phi"], sizes=sizes))
+    model = saved("phi-tied", tmp_path)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    for found in on_ranks(2, whole(tmp_path)):
+        assert_same(found, model.state_dict())
+
+
+@pytest.mark.parametrize("names", [("language_model.model.", ""), ("model.language_model.", "model.")])
+def test_the_text_part_of_a_multimodal_model(on_ranks: OnRanks, names: tuple[str, str], tmp_path: Path) -> None:
+    """Saved, it is a language model that transformers loads: under names of its own, not those of the whole."""
+    prefix, beside = names
+    model = saved("gemma3", tmp_path / "text")
+    (tmp_path / "whole").mkdir()
+    tensors = {prefix + name.removeprefix("model."): t for name, t in load_file(tmp_path / "text/model.safetensors").items()}
+    save_file({**tensors, f"{beside}vision_tower.x.weight": torch.ones(2)}, tmp_path / "whole/model.safetensors")
+    Gemma3Config(text_config=model.config.to_dict()).save_pretrained(tmp_path / "whole")
+    on_ranks(2, lambda mesh: cc.save_pretrained(load(tmp_path / "whole", mesh), tmp_path / "ours", mesh))
+    ours, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info.values())
+    assert_same(ours.state_dict(), model.state_dict())

@@ -34,6 +34,8 @@ TARGETS = {
     "phi3-10q2kv": ["qkv_proj", "gate_up_proj", "down_proj"],  # packed, KV heads expanded
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],  # latent: replicated, partial
     "falcon-7b": ["query_key_value", "dense", "dense_4h_to_h"],
+    "olmo2-10q2kv": ["q_proj", "k_proj", "v_proj"],  # a norm behind the adapter, where KV heads are expanded
+    "cohere-10q2kv": ["q_proj", "k_proj", "v_proj"],
 }
 
 
@@ -144,14 +146,34 @@ def test_gather_gives_the_adapters_back(on_ranks: OnRanks) -> None:
     on_ranks(4, body)
 
 
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora_magnitude_vector": ("llama-10q2kv", {"use_dora": True}),
+    "lora_embedding_A": ("llama-10q2kv", {"target_modules": ["embed_tokens"]}),
+    "original_module": ("llama-10q2kv", {"modules_to_save": ["lm_head"]}),
+    "token_adapter": ("llama-10q2kv", {"trainable_token_indices": [1, 2]}),
+    "experts.lora_A": ("deepseek_v3", {"target_parameters": ["mlp.experts.gate_up_proj"]}),
+    "experts.lora_[AB]": ("deepseek_v3", {"target_modules": ["down_proj"]}),  # PEFT takes the experts' for a parameter
+}
+
+
+@pytest.mark.parametrize("word", OTHERS)
+def test_other_parts_of_peft_are_refused(on_ranks: OnRanks, word: str) -> None:
+    name, options = OTHERS[word]
+
+    def body(mesh: Mesh) -> None:
+        with pytest.raises(UsageError, match=rf"{word}.* is of PEFT, .*\n.*merge the adapters") as error:
+            cc.parallelize(adapted(name, **options), mesh)
+        assert error.value.code == "bad-option"
+
+    on_ranks(1, body)
+
+
 def test_what_is_refused(on_ranks: OnRanks) -> None:
     """Adapters made on a model that is split already would be wrong without a word, so PEFT must not know its layers."""
 
     def body(mesh: Mesh) -> None:
         with pytest.raises(UsageError, match="LoRA dropout"):
             cc.parallelize(adapted("llama-10q2kv", lora_dropout=0.1).train(), mesh)
-        with pytest.raises(UsageError, match="lora_magnitude_vector"):
-            cc.parallelize(adapted("gpt2", use_dora=True), mesh)
         how = peft.IA3Config(task_type="CAUSAL_LM", target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True)
         other = peft.get_peft_model(zoo.model("gpt2"), how)
         with pytest.raises(UsageError, match=r"adapters of type .*IA3.* cannot be split"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, GenerationConfig
 
 import crosscut as cc
 import zoo
@@ -156,3 +157,34 @@ def test_dropout_that_would_draw_unequally(on_ranks: OnRanks) -> None:
 
     on_ranks(2, body)
     on_ranks(5, lambda mesh: cc.parallelize(model().train(), mesh))
+
+
+def test_a_multimodal_model(on_ranks: OnRanks) -> None:
+    def model() -> Any:
+        text = {**zoo.ZOO["gemma3"].sizes, "model_type": "gemma3_text"}
+        vision = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+        sizes = {**vision, "image_size": 28, "patch_size": 14}
+        with torch.device("meta"):
+            return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=sizes, mm_tokens_per_image=1))
+
+    refused(on_ranks, model, r"more than a language model.*\n.*from_pretrained\(directory, mesh\)", "unknown-model")
+
+
+def test_clocks_of_ranks_do_not_end_a_text(on_ranks: OnRanks) -> None:
+    """One rank that stopped before the others would leave them waiting for its part of the next token."""
+
+    def body(mesh: Mesh) -> None:
+        model = cc.parallelize(zoo.model("gpt2"), mesh)
+        ids = zoo.prompt("gpt2")
+        timed = GenerationConfig(max_time=1.0, max_new_tokens=2, pad_token_id=0)
+        for args, options in (((ids,), {"max_time": 1.0}), ((ids, timed), {}), ((ids,), {"generation_config": timed})):
+            with pytest.raises(UsageError, match=r"max_time.*\n.*max_new_tokens"):
+                model.generate(*args, **options)
+        model.generation_config.max_time = 1.0
+        with pytest.raises(UsageError, match="max_time"):
+            model.generate(ids)
+        assert model.generate(ids, max_time=None, max_new_tokens=2).shape == (2, 11)
+
+    on_ranks(2, body)
+    alone = on_ranks(1, lambda mesh: cc.parallelize(zoo.model("gpt2"), mesh))[0]
+    assert alone.generate(zoo.prompt("gpt2"), max_time=60.0, max_new_tokens=2).shape == (2, 11)

@@ -249,6 +249,13 @@ def test_a_guess_is_marked_and_must_be_asked_for(tmp_path: Path, cli: Cli) -> No
     assert split(describe(tmp_path, accept_guess=True), 2) == split_of_known(tmp_path)
 
 
+def test_a_guess_needs_weights(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "something"}))
+    status, _, err = cli(str(tmp_path), "--guess")
+    assert status == 2
+    assert "no weights to guess one from [file-missing]\nwhat to do: download the safetensors files too" in err
+
+
 def split_of_known(directory: Path) -> Split:
     (directory / "config.json").write_text(json.dumps(SMALL))
     return split(describe(directory), 2)

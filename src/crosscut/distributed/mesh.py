@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing_extensions import Self
 
 from crosscut.distributed.observer import Observer
 from crosscut.errors import UsageError
@@ -49,6 +50,10 @@ class Group:
         """The same group with ``observer`` told of each collective."""
         return replace(self, observer=observer)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: a copy of a layer talks to the same ranks, and what connects them cannot be copied."""
+        return self
+
     def __repr__(self) -> str:
         return f"Group({self.axis} {self.rank}/{self.size}, {self.backend}, {self.device})"
 
@@ -80,6 +85,10 @@ class Mesh:
     dp: Group
     device: torch.device
     device_mesh: DeviceMesh | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself, as a :class:`Group`."""
+        return self
 
     @property
     def world_size(self) -> int:

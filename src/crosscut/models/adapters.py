@@ -8,6 +8,7 @@ LoRA: arXiv 2106.09685.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,9 @@ from crosscut.sharding import Family, Place, Replicated, Role, cut_of
 from crosscut.sharding.roles import role_cut
 
 ROWS = {Role.ROW, Role.ATTENTION_OUT, Role.LATENT_OUT}
+
+_OTHERS = re.compile(r"\blora_|\b(modules_to_save|original_module|token_adapter)\.")
+"""What else PEFT puts into names: embeddings' adapters, DoRA's magnitudes, modules kept beside their originals, tokens."""
 
 SIDES: dict[str, Callable[[Role], Role | None]] = {
     "A": lambda role: role if role in ROWS else None,
@@ -57,12 +61,21 @@ def layer_of(path: str) -> tuple[str, str]:
 
 
 def place_of(config: ModelConfig, family: Family, path: str, name: str, shape: tuple[int, ...]) -> Place:
-    """:func:`crosscut.sharding.cut_of` for the parameter ``name`` of the module at ``path``, which may be an adapter."""
+    """:func:`crosscut.sharding.cut_of` for the parameter ``name`` of the module at ``path``, which may be an adapter.
+
+    Raises UsageError (``bad-option``) for what PEFT adds beside the LoRA adapters of linear layers, and as ``cut_of`` does.
+    """
     layer, part = layer_of(path)
-    if not part:
+    rule = family.find(f"{layer}.weight") if part else None
+    if rule is None and (part or _OTHERS.search(f"{path}.{name}")):
+        raise UsageError(
+            f"{f'{path}.{name}'!r} is of PEFT, and no LoRA adapter of a linear layer: it cannot be split",
+            code="bad-option",
+            fix="adapt linear layers alone, without DoRA, modules_to_save, trainable tokens or experts; or merge the adapters",
+        )
+    if rule is None:
         return cut_of(config, family, f"{layer}.{name}", shape)
-    rule = family.find(f"{layer}.weight")
-    role = (rule and SIDES[part](rule.role)) or Role.REPLICATED
+    role = SIDES[part](rule.role) or Role.REPLICATED
     cut = Replicated() if role is Role.REPLICATED else role_cut(role, config, shape)
     return Place(f"{path}.{name}", role, cut)
 

@@ -27,12 +27,12 @@ from crosscut.models import import_extra
 from crosscut.models.agree import agree, maximum
 from crosscut.models.layout import loaded_layout
 from crosscut.models.parallelize import parallelize
-from crosscut.models.read import READERS, Job, Reader, blocks, run_jobs
+from crosscut.models.read import READERS, Job, Reader, blocks, run_jobs, same_bytes
 from crosscut.models.slots import Slot, slots_of, tensors_of
 from crosscut.models.source import Source, locate, open_source
 from crosscut.models.stream import damaged
 from crosscut.models.training_state import refuse_damage
-from crosscut.sharding import Family
+from crosscut.sharding import Family, Role
 from crosscut.sharding.describe import DTYPES
 from crosscut.sharding.headers import FLOATS, Stored
 from crosscut.sharding.plan import require
@@ -73,6 +73,7 @@ def from_pretrained(
     """
     where = locate(path_or_name, mesh, revision)
     source: Source = _together(mesh, lambda: _checked(where, mesh, family, accept_guess, uneven, allow_pickle, check))
+    _refuse_another_head(source, mesh)
     wanted: torch.dtype = _together(mesh, lambda: _dtype(dtype, source))
     model = _together(mesh, lambda: _hollow(source, wanted, attn_implementation))
     parallelize(model, mesh, family=family, accept_guess=accept_guess)
@@ -80,7 +81,7 @@ def from_pretrained(
     place = torch.device(device) if device is not None else mesh.device
     wrong = _together(mesh, lambda: _fill(model, source, slots, mesh, place, check, progress))
     _refuse_wrong(mesh, slots, wrong, source, wanted)
-    if source.read is None and source.directory is not None:
+    if source.read is None and source.directory is not None and not source.is_part:
         model.loaded_layout = loaded_layout(source.directory, source.model.tensors, source.model.family)
     return model
 
@@ -120,6 +121,28 @@ def _checked(
             found = damaged(path, mesh.tp.rank, mesh.tp.size)
             refuse_damage(path, found, len(found))
     return source
+
+
+def _refuse_another_head(source: Source, mesh: Mesh) -> None:
+    """Raise UsageError on all ranks when a head that config.json ties is stored with other values than its embedding."""
+    another = _together(mesh, lambda: _another_head(source, mesh))
+    if int(maximum(mesh, torch.tensor([int(another)]))):
+        raise UsageError(
+            f"{CONFIG} of {str(source.where)!r} ties the output head to the embedding, and their stored values differ",
+            code="bad-config",
+            fix=f'write "tie_word_embeddings": false into {CONFIG} to use both, or remove the head from the files',
+        )
+
+
+def _another_head(source: Source, mesh: Mesh) -> bool:
+    """Whether a tied head is stored beside its embedding and differs; each rank of tp compares a share."""
+    head = source.model.tied_head
+    if head is None:
+        return False
+    embedding = next(t.stored for t in source.model.tensors if t.place.role is Role.EMBEDDING and t.stored)
+    if source.read is not None:
+        return not torch.equal(source.read(head.name), source.read(embedding.name))
+    return head.dtype != embedding.dtype or not same_bytes(head, embedding, mesh.tp)
 
 
 def _dtype(given: torch.dtype | str | None, source: Source) -> torch.dtype:

@@ -6,7 +6,7 @@ gives a role becomes one of :mod:`crosscut.models.split_modules`; Hugging Face's
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +42,16 @@ class SplitModel:
         return super().train(mode)  # type: ignore[misc]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' ``generate``. Samples are drawn with the first rank's random state, so that all ranks agree."""
+        """As transformers' ``generate``. Samples are drawn with the first rank's random state, so that all ranks agree.
+
+        Raises UsageError (``bad-option``) for ``max_time``: a rank whose clock says stop would leave the others waiting.
+        """
+        if self.mesh.tp.size > 1 and _max_time(self, args, kwargs) is not None:
+            raise UsageError(
+                "generate with max_time: each rank would stop by its own clock, and the others would wait for it",
+                code="bad-option",
+                fix="give max_new_tokens instead",
+            )
         _share_random_state(self.mesh.tp)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
@@ -74,9 +83,10 @@ def parallelize(model: M, mesh: Mesh, *, family: Family | None = None, accept_gu
     is split with them. ``family``: a table of your own. ``accept_guess``: for a model_type without a table, use one that is
     guessed from names and shapes.
 
-    Raises UsageError before anything is changed: ``unknown-model`` (no table, or the family's config cannot be split),
-    ``bad-option`` (split already, spread over devices, other adapters, a table that does not fit), ``bad-dtype``
-    (quantized), ``bad-size`` (more ranks than heads), ``parameter-missing`` (a parameter that no rule of the table matches).
+    Raises UsageError before anything is changed: ``unknown-model`` (no table, a config that the family cannot split, or a
+    multimodal model), ``bad-option`` (split already, spread over devices, other adapters, a table that does not fit),
+    ``bad-dtype`` (quantized), ``bad-size`` (more ranks than heads), ``parameter-missing`` (a parameter that no rule of the
+    table matches).
     Raises MismatchError (``result-differs``) when the ranks gave different weights.
     """
     core: Any = core_of(model)
@@ -134,6 +144,12 @@ def _refuse(model: Any) -> None:
         raise UsageError(
             f"{type(model).__name__} is not a model of transformers", code="bad-option", fix="give AutoModelForCausalLM's"
         )
+    if model.config.get_text_config() is not model.config:
+        raise UsageError(
+            f"{type(model).__name__} is more than a language model, and the rest of it cannot be split",
+            code="unknown-model",
+            fix="load its text part alone: crosscut.from_pretrained(directory, mesh)",
+        )
     if isinstance(model, SplitModel) or getattr(model, "_tp_size", None):
         raise UsageError("the model is split already", code="bad-option", fix="gather it first, or load it without tp_plan")
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
@@ -180,6 +196,13 @@ def _starts(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterable[tuple[st
         start = torch.zeros(1) if p.is_meta else p.detach().reshape(-1)[:_SAMPLE].cpu()
         places = torch.arange(1, 2 * start.numel(), 2, dtype=torch.int64)
         yield name, (start.double().view(torch.int64) * places).sum()
+
+
+def _max_time(model: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> float | None:
+    """The seconds that ``generate(*args, **options)`` of ``model`` would take at most."""
+    given = options.get("generation_config", args[1] if len(args) > 1 else None) or model.generation_config
+    found: float | None = options.get("max_time", getattr(given, "max_time", None))
+    return found
 
 
 def _share_random_state(group: Group) -> None:

@@ -152,6 +152,21 @@ class Reader:
         return buffer[:nbytes]
 
 
+def same_bytes(one: Stored, other: Stored, group: Group) -> bool:
+    """Whether two stored tensors are equal in those blocks that are this rank's to compare."""
+    nbytes = one.stop - one.start
+    if nbytes != other.stop - other.start:
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        for at in range(group.rank * BLOCK, nbytes, group.size * BLOCK):
+            first.seek(one.start + at)
+            second.seek(other.start + at)
+            count = min(BLOCK, nbytes - at)
+            if first.read(count) != second.read(count):
+                return False
+    return True
+
+
 Job = Callable[[], Tensor]
 """Fills some tensor and returns it."""
 

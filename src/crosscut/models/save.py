@@ -33,7 +33,7 @@ from crosscut.sharding.headers import INDEX
 def save_pretrained(model: Any, directory: str | Path, mesh: Mesh, max_shard_size: int | str | None = None) -> Path:
     """Write ``model``, split over ``mesh`` or whole, to ``directory`` as safetensors that any tool reads. A collective call.
 
-    What :func:`crosscut.from_pretrained` loaded is divided into files, named and ordered as it was there. With
+    What :func:`crosscut.from_pretrained` loaded whole is divided into files, named and ordered as it was there. With
     ``max_shard_size`` (bytes, or ``'5GB'``), and for other models, as transformers' ``save_pretrained`` does it, which puts at
     most 50GB into a file. config.json and generation_config.json are written too; other files of the directory (a
     tokenizer) stay. The dtype is the model's own.

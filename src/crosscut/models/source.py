@@ -38,6 +38,8 @@ class Source:
     model: Model
     read: Callable[[str], Tensor] | None = None
     """A tensor by its stored name, where it cannot be read from a file by its place."""
+    is_part: bool = False
+    """The checkpoint is of a larger model (with images), whose text part this is."""
 
     @property
     def directory(self) -> Path | None:
@@ -95,10 +97,13 @@ def open_source(where: Path, family: Family | None, accept_guess: bool, allow_pi
             code="file-missing",
             fix="download the weights too, or give the path of a .gguf file",
         )
-    return Source(where, _config(where), model)
+    whole = _config(where)
+    text = whole.get_text_config()
+    return Source(where, text, model, is_part=text is not whole)
 
 
 def _config(where: Path) -> Any:
+    """transformers' config of all that the directory holds."""
     try:
         config = import_extra("transformers").AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
     except UsageError:
@@ -109,7 +114,7 @@ def _config(where: Path) -> Any:
             code="unknown-model",
             fix="use a model that this version of transformers knows; code from the hub is not run",
         ) from None
-    return config.get_text_config()
+    return config
 
 
 def _open_gguf(path: Path, family: Family | None) -> Source:
@@ -139,7 +144,7 @@ def _open_pickle(where: Path, family: Family | None, accept_guess: bool, allow_p
     stored = {name: Stored(name, NAMES[t.dtype], tuple(t.shape), where, 0, 0) for name, t in tensors.items()}
     config = ModelConfig.from_dir(where)
     model = describe_tensors(config, stored, str(where), accept_guess=accept_guess, family=family)
-    return Source(where, _config(where), model, tensors.__getitem__)
+    return Source(where, _config(where).get_text_config(), model, tensors.__getitem__)
 
 
 def _pickle_files(where: Path) -> list[Path]:

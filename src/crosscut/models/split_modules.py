@@ -26,7 +26,9 @@ from crosscut.layers.shards import take
 from crosscut.sharding import Cut
 from crosscut.sharding.heads import HeadCut
 
-_ABSENT: Any = object()
+
+class _Absent:
+    """What an attribute was that was not there; a class, because that is itself in a deep copy."""
 
 
 @dataclass
@@ -41,7 +43,7 @@ def change(module: nn.Module, cls: type[nn.Module] | None = None, /, **attribute
     """Give ``module`` another class (None: keep it) and ``attributes``, and note what was there before."""
     before: Before = module.__dict__.setdefault("_before", Before(type(module)))
     for name, value in attributes.items():
-        before.attributes.setdefault(name, getattr(module, name, _ABSENT))
+        before.attributes.setdefault(name, getattr(module, name, _Absent))
         setattr(module, name, value)
     if cls is not None:
         module.__class__ = cls
@@ -54,7 +56,7 @@ def restore(module: nn.Module) -> None:
         return
     module.__class__ = before.cls
     for name, value in before.attributes.items():
-        delattr(module, name) if value is _ABSENT else setattr(module, name, value)
+        delattr(module, name) if value is _Absent else setattr(module, name, value)
 
 
 def cut_parameters(

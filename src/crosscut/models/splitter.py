@@ -39,6 +39,7 @@ SIDE_BY_SIDE = {Role.COLUMN, Role.QUERY, Role.KEY_VALUE}
 WHOLE = {Role.REPLICATED, Role.ROUTER}
 
 _ALIGNMENT = 16  # bytes; what torch's grouped multiply wants of the rows of the experts' weights
+_NARROWEST = 2  # bytes of an element: a model may be converted to bfloat16 after it is split
 
 
 class Splitter:
@@ -179,8 +180,9 @@ class Splitter:
 
     def _experts(self, module: Any) -> dict[str, Any]:
         """The grouped multiply of torch needs aligned rows; experts whose part is not aligned compute one by one."""
-        down = module.down_proj
-        if down.shape[-1] * down.element_size() % _ALIGNMENT == 0 or not hasattr(module, "config"):
+        features = module.down_proj.shape[-1]
+        aligned = features and features * _NARROWEST % _ALIGNMENT == 0
+        if aligned or not hasattr(module, "config"):
             return {}
         return {"config": LocalConfig(module.config, _experts_implementation="eager")}
 
@@ -220,8 +222,9 @@ class Splitter:
 
     def _has_key_norm(self, path: str) -> bool:
         """Whether a norm with weights by KV head, ``...k_norm``, follows the projection ``...k_proj``."""
-        word = layer_of(path)[0].removeprefix(f"{_parent(path)}.").split("_")[0]
-        return any(roles <= KEY_NORMS and p.startswith(f"{_parent(path)}.{word}_") for p, roles in self.roles.items())
+        attention, _, leaf = layer_of(path)[0].rpartition(".")
+        norm = f"{attention}.{leaf.split('_')[0]}_"
+        return any(roles <= KEY_NORMS and p.startswith(norm) for p, roles in self.roles.items())
 
     def _set_local(self, module: Any, attribute: str, size: int) -> None:
         if attribute.startswith("config."):

@@ -18,7 +18,7 @@ from crosscut.sharding.family import Family, Place, Rule, cut_of, place
 from crosscut.sharding.guess import guess
 from crosscut.sharding.headers import BITS, FLOATS, INDEX, Stored, read_headers
 from crosscut.sharding.roles import Role
-from crosscut.sharding.shapes import expected, parameters
+from crosscut.sharding.shapes import expected, is_tied, parameters
 
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """safetensors' names of the dtypes that weights are loaded in."""
@@ -45,6 +45,8 @@ class Model:
     dtype: str
     """safetensors' name of the dtype of activations and KV cache: what most of the weights have."""
     notes: tuple[str, ...] = ()
+    tied_head: Stored | None = None
+    """A tied head that is stored beside its embedding, and so must be equal to it."""
 
     @property
     def from_config(self) -> bool:
@@ -64,7 +66,8 @@ def describe(
     """
     config = ModelConfig.from_dir(directory)
     _refuse_quantized(config)
-    return describe_tensors(config, _headers(directory), str(directory), dtype, accept_guess, family)
+    headers = _headers(directory, config, family or FAMILIES.find(config.model_type))
+    return describe_tensors(config, headers, str(directory), dtype, accept_guess, family)
 
 
 def describe_tensors(
@@ -87,27 +90,39 @@ def describe_tensors(
     target = DTYPES[choose("dtype", dtype, DTYPES, code="bad-dtype")] if dtype else None
     if stored is None:
         return _from_config(config, family, target)
-    tensors, notes = _from_headers(config, family, stored, target)
+    tensors, notes, head = _from_headers(config, family, stored, target)
     if family.exact:
         _refuse_missing(config, family, {tensor.place.name for tensor in tensors}, where)
     weight = Counter[str]()
     for tensor in tensors:
         weight[tensor.dtype] += _numel(tensor.shape)
     main = next((name for name, _ in weight.most_common() if name in FLOATS), "BF16")
-    return Model(config, family, tuple(tensors), main, tuple(notes))
+    return Model(config, family, tuple(tensors), main, tuple(notes), head)
 
 
-def _headers(directory: str | Path) -> dict[str, Stored] | None:
+def _headers(directory: str | Path, config: ModelConfig, family: Family | None) -> dict[str, Stored] | None:
     """The headers, None when the directory has no weights at all."""
+
+    def spare(stored: str) -> bool:
+        name = family.name_in_model(stored) if family else stored
+        rule = family.find(name) if family else None
+        return rule is not None and is_tied(config, rule, name)
+
     root = Path(directory)
     found = (root / INDEX).exists() or any(root.glob("*.safetensors"))
-    return read_headers(root) if found else None
+    return read_headers(root, spare) if found else None
 
 
 def _family(config: ModelConfig, stored: Mapping[str, Stored] | None, accept_guess: bool) -> Family:
-    if accept_guess and stored is not None and FAMILIES.find(config.model_type) is None:
-        return guess(config, {name: tensor.shape for name, tensor in stored.items()})
-    return FAMILIES.of(config)
+    if not accept_guess or FAMILIES.find(config.model_type) is not None:
+        return FAMILIES.of(config)
+    if stored is None:
+        raise UsageError(
+            f"there is no table for model_type {config.model_type!r}, and there are no weights to guess one from",
+            code="file-missing",
+            fix="download the safetensors files too",
+        )
+    return guess(config, {name: tensor.shape for name, tensor in stored.items()})
 
 
 def _refuse_quantized(config: ModelConfig) -> None:
@@ -138,10 +153,12 @@ def _from_config(config: ModelConfig, family: Family, target: str | None) -> Mod
 
 def _from_headers(
     config: ModelConfig, family: Family, stored: Mapping[str, Stored], target: str | None
-) -> tuple[list[Tensor], list[str]]:
+) -> tuple[list[Tensor], list[str], Stored | None]:
+    """The model's tensors, notes, and the tied head that is stored beside its embedding."""
     tensors, unmatched, ignored, wrong = [], [], [], []
+    names, head = _names(config, family, stored)
     for tensor in stored.values():
-        name = family.name_in_model(tensor.name)
+        name = names[tensor.name]
         rule = family.find(name)
         dtype = target if target and tensor.dtype in FLOATS else tensor.dtype
         if family.is_ignored(tensor.name, config.layers):
@@ -150,14 +167,30 @@ def _from_headers(
             tensors.append(Tensor(Place(name, Role.REPLICATED, Replicated()), tensor.shape, dtype, tensor))
         elif rule is None:
             unmatched.append(tensor.name)
-        elif rule.role is Role.LM_HEAD and config.tied:
+        elif tensor is head:
             ignored.append(tensor.name)  # the embedding serves
         elif problem := _contradiction(config, family, rule, name, tensor.shape):
             wrong.append(problem)
         else:
             tensors.append(Tensor(place(config, rule, name, tensor.shape), tensor.shape, dtype, tensor))
     _refuse(family, unmatched, wrong)
-    return tensors, [f"not loaded: {_some(ignored)}"] if ignored else []
+    return tensors, [f"not loaded: {_some(ignored)}"] if ignored else [], head
+
+
+def _names(config: ModelConfig, family: Family, stored: Mapping[str, Stored]) -> tuple[dict[str, str], Stored | None]:
+    """The model's name of each stored tensor, and the tied head where its embedding is stored too.
+
+    A tied head that is stored alone is the embedding: of two names for one tensor, safetensors' save_model keeps the first.
+    """
+    names = {name: family.name_in_model(name) for name in stored}
+    for name, own in names.items() if config.tied else ():
+        rule = family.find(own)
+        if rule is not None and is_tied(config, rule, own):
+            embedding = next((f"{rule.path}.weight" for rule in family.rules if rule.role is Role.EMBEDDING), own)
+            if embedding in names.values():
+                return names, stored[name]
+            return {**names, name: embedding}, None
+    return names, None
 
 
 def _contradiction(config: ModelConfig, family: Family, rule: Rule, name: str, shape: tuple[int, ...]) -> str | None:

@@ -139,6 +139,8 @@ class Family:
     """``shape``, ``bias`` and ``when`` of the rules are right, so that a missing parameter can be named."""
     guessed: bool = False
     """Made from names and shapes, by nobody who knows the model."""
+    cached_by_query: When = never
+    """transformers' code repeats K and V for each query head before it caches them."""
 
     def name_in_model(self, stored: str) -> str:
         """The model's name of a tensor on disk. Experts that lie one by one keep a name of their own."""

@@ -43,7 +43,7 @@ def guess(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> Family:
         found = _attention(config, own, modules) if "*" in parent else {}
         attention += [parent] if found else []
         if "*" in parent:
-            roles |= found or _mlp(config, own, modules)
+            roles |= found or _mlp(config, parent, own, modules)
     for path, own_shapes in modules.items():
         roles.setdefault(path, _outside(config, path, own_shapes))
     local = [Local(parent, name, size) for parent in attention for name, size in _ATTRIBUTES.items()]
@@ -86,7 +86,13 @@ def _attention(config: ModelConfig, own: Mapping[str, str], modules: Modules) ->
     return roles if len(seen) == len(wanted) else {}
 
 
-def _mlp(config: ModelConfig, own: Mapping[str, str], modules: Modules) -> dict[str, Role]:
+def _nested_bare(parent: str, modules: Modules) -> bool:
+    """Whether a module inside ``parent``, such as an activation, has parameters that are neither weight nor bias."""
+    inside = (path for path in modules if path.startswith(f"{parent}.") and path.rpartition(".")[0] != parent)
+    return any(modules[path].keys() - {"weight", "bias"} for path in inside)
+
+
+def _mlp(config: ModelConfig, parent: str, own: Mapping[str, str], modules: Modules) -> dict[str, Role]:
     """Layers beside each other that widen ``[F, H]``, one or two, and the one that narrows ``[H, F]``; F is not H.
 
     A weight stored ``[in, out]`` looks like the other of the two, so its name must say "down" and the biases must fit.
@@ -101,7 +107,7 @@ def _mlp(config: ModelConfig, own: Mapping[str, str], modules: Modules) -> dict[
     fits = all(modules[path].get("bias", (width,)) == (width,) for path in up) and width != hidden
     if not fits or len(up) not in (1, 2) or modules[down[0]].get("bias", (hidden,)) != (hidden,):
         return {}
-    if any(weights[path] != (hidden,) for path in others):  # it may work on the wide features
+    if any(weights[path] != (hidden,) for path in others) or _nested_bare(parent, modules):  # may work on the wide features
         return {}
     return {**dict.fromkeys(up, Role.COLUMN), down[0]: Role.ROW}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,23 +63,25 @@ def find_files(directory: str | Path) -> dict[Path, list[str] | None]:
     )
 
 
-def read_headers(directory: str | Path) -> dict[str, Stored]:
+def read_headers(directory: str | Path, spare: Callable[[str], bool] = lambda name: False) -> dict[str, Stored]:
     """Every tensor of the model in ``directory`` by name; reads headers alone, and checks each file's length.
 
+    ``spare``: whether the model can do without a tensor. An index may name such ones that no file holds: converters that
+    leave a tied head out of the files keep the index of the pickles.
     Raises UsageError as :func:`find_files` and :func:`read_header` do, and ``parameter-missing`` when the index names
-    tensors that their file does not hold.
+    other tensors that their file does not hold.
     """
     tensors: dict[str, Stored] = {}
     for path, wanted in find_files(directory).items():
         header = read_header(path)
-        lacking = [name for name in wanted or () if name not in header]
+        lacking = [name for name in wanted or () if name not in header and not spare(name)]
         if lacking:
             raise UsageError(
                 f"{str(path)!r} does not hold {_some(lacking)}, which {INDEX} says it does",
                 code="parameter-missing",
                 fix="download the index and the files of one and the same revision",
             )
-        tensors |= header if wanted is None else {name: header[name] for name in wanted}
+        tensors |= header if wanted is None else {name: header[name] for name in wanted if name in header}
     return tensors
 
 

@@ -117,7 +117,8 @@ def split(model: Model, tp: int) -> Split:
     groups = Counter((tensor.place.cut, tensor.shape, tensor.dtype) for tensor in model.tensors)
     weights = [sum(count * _share(*group, tp, rank) for group, count in groups.items()) for rank in range(tp)]
     queries = [len(own) for own in _queries(heads, tp)]
-    cached = [0 if config.latent else _cached_heads(heads, tp, rank) for rank in range(tp)]
+    repeated = model.family.cached_by_query(config, 0)
+    cached = [0 if config.latent else _cached_heads(heads, tp, rank, repeated) for rank in range(tp)]
     token = [_token(model, own) for own in cached]
     full, short = _layers(config)
     return Split(
@@ -142,10 +143,10 @@ def _queries(heads: Heads, tp: int) -> list[range]:
     return [range(*heads.query_range(tp, rank).indices(heads.heads)) for rank in range(tp)]
 
 
-def _cached_heads(heads: Heads, tp: int, rank: int) -> int:
-    """KV heads in the cache: the rank's own, or one for each query head where they serve unequally many of them."""
+def _cached_heads(heads: Heads, tp: int, rank: int, repeated: bool) -> int:
+    """KV heads in the cache: the rank's own, or one for each query head where they serve unequally many or are ``repeated``."""
     served = Counter(heads.kv_of_query(tp, rank)).values()
-    return len(served) if len(set(served)) == 1 else sum(served)
+    return sum(served) if repeated or len(set(served)) > 1 else len(served)
 
 
 def _token(model: Model, kv_heads: int) -> int:

@@ -51,13 +51,16 @@ def expected(config: ModelConfig, rule: Rule, name: str) -> tuple[int, ...]:
 def parameters(config: ModelConfig, family: Family) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every parameter of the model. Only an ``exact`` family knows."""
     for rule in family.rules:
-        if rule.role is Role.LM_HEAD and config.tied:
-            continue
         for path, layer in _paths(rule.path, config.layers):
             if rule.when(config, layer):
                 bare = rule.role in (Role.EXPERTS_GATE_UP, Role.EXPERTS_DOWN)
                 names = [path] if bare else [f"{path}.weight"] + [f"{path}.bias"] * rule.bias(config, layer)
-                yield from ((name, expected(config, rule, name)) for name in names)
+                yield from ((name, expected(config, rule, name)) for name in names if not is_tied(config, rule, name))
+
+
+def is_tied(config: ModelConfig, rule: Rule, name: str) -> bool:
+    """Whether the parameter ``name``, to which ``rule`` applies, is the embedding's: the weight of a tied head."""
+    return config.tied and rule.role is Role.LM_HEAD and name.endswith(".weight")
 
 
 def _paths(pattern: str, layers: int) -> Iterator[tuple[str, int]]:

@@ -126,4 +126,5 @@ FALCON = Family(
     ignored=("**.inv_freq",),
     refuse=_refuse_alibi,
     exact=True,
+    cached_by_query=flag("new_decoder_architecture"),
 )
