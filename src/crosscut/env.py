@@ -136,6 +136,8 @@ class RankEnv:
     """torchrun, srun, mpirun (Open MPI), pmi (MPICH and its kin) or env (plain RANK and WORLD_SIZE)."""
     store_hosted: bool = False
     """The launcher itself serves the rendezvous at master_addr:master_port (torchrun's agent does); else rank 0 does."""
+    attempt: int = 0
+    """How often the launcher has started these ranks anew (torchrun --max-restarts)."""
     own_gpu: bool = False
     """Each rank sees only the GPUs that are its own (srun --gpus-per-task), so the first one is its own."""
 
@@ -215,6 +217,7 @@ def _rank_env(environ: Mapping[str, str], launcher: _Launcher, rank: int, world:
         master_port=_master_port(environ, launcher),
         launcher="torchrun" if launcher is _ENV and "TORCHELASTIC_RUN_ID" in environ else launcher.name,
         store_hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=_optional(environ, ("TORCHELASTIC_RESTART_COUNT",)) or 0,
         own_gpu=launcher is _SLURM and "SLURM_GPUS_PER_TASK" in environ,
     )
 

@@ -11,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -20,9 +22,11 @@ import pytest
 import rank_functions
 import torch.distributed as dist
 
+from crosscut.distributed import join
 from crosscut.distributed.launch import LaunchConfig, run
 from crosscut.distributed.rank_main import as_failure, is_echo
-from crosscut.distributed.supervise import Death, Failure, first_failure
+from crosscut.distributed.supervise import Death, Failure, Supervisor, first_failure
+from crosscut.env import RankEnv, settings
 from crosscut.errors import CollectiveTimeout, CrosscutError, RankError, UsageError
 
 SCRIPT = Path(rank_functions.__file__)
@@ -160,6 +164,13 @@ def test_impossible_starts_are_refused_before_anything_starts(config: LaunchConf
     assert time.monotonic() - begin < 1
 
 
+@pytest.mark.parametrize("option", [{"backend": "nccll"}, {"device": "gpu"}, {"device": "cuda:1"}])
+def test_a_world_of_one_refuses_what_more_ranks_would(option: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="is not known") as caught:
+        join.init_mesh(**option)  # type: ignore[arg-type]
+    assert caught.value.code == "bad-option"
+
+
 def test_own_error_of_a_rank_arrives_whole(capsys: pytest.CaptureFixture[str]) -> None:
     error = _failure(capsys, "fail_in_one", "usage")
     assert type(error) is UsageError
@@ -194,6 +205,18 @@ def test_ranks_that_all_leave_with_code_0_are_missed() -> None:
 def test_rank_that_ignores_sigterm_is_ended_too(capsys: pytest.CaptureFixture[str]) -> None:
     error = _failure(capsys, "refuse_to_stop")
     assert error.message.startswith("rank 0 of 2 failed: ValueError: rank 0 is done for")
+
+
+def test_a_rank_that_works_on_when_another_is_done_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    supervisor = Supervisor(2, None, patience=0.1)
+    supervisor.start()
+    try:
+        supervisor.wires[0].messages.send(("started", os.getpid()))
+        supervisor.wires[0].messages.send(("done",))
+        time.sleep(0.8)
+    finally:
+        supervisor.close()
+    assert capsys.readouterr().err == "still waiting for rank 1: another rank ended 0.1 s ago (Ctrl-C ends all)\n"
 
 
 def test_missed_collective_ends_at_the_deadline() -> None:
@@ -297,6 +320,53 @@ def test_rank_that_never_comes_is_named() -> None:
         code, _, err = _finish(one)
         assert code == 1
         assert "rank-timeout: rank 0, which serves the rendezvous, did not arrive at 127.0.0.1:" in err
+
+
+def _world(rank: int, port: int = 29500, attempt: int = 0) -> RankEnv:
+    return RankEnv(rank, 2, rank, 2, "127.0.0.1", port, "env", attempt=attempt)
+
+
+def test_ranks_that_are_started_anew_meet_in_a_store_that_stayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun --max-restarts keeps its store; rank 1 died before it came the first time, so it has counted fewer runs."""
+    store = dist.HashStore()
+    monkeypatch.setattr(join, "_connect", lambda env, timeout: store)
+    with pytest.raises(RankError, match="rank 1 of 2 did not arrive"):
+        join._rendezvous(_world(0), 0.2)
+    with ThreadPoolExecutor() as ranks:
+        zero, one = ranks.map(lambda rank: join._rendezvous(_world(rank, attempt=1), 5), (0, 1))
+    zero.set("word", "arrived")
+    assert one.get("word") == b"arrived"
+
+
+@pytest.mark.parametrize(("name", "value"), [("CROSSCUT_SCHEDULE", "pieces:4"), ("CROSSCUT_COLLECTIVES", "nccl")])
+def test_ranks_with_other_settings_are_refused_on_all(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that exchanges in pieces and one that does not end each other without a sensible word."""
+    store, rank = dist.HashStore(), threading.local()
+    monkeypatch.setattr(join, "_connect", lambda env, timeout: store)
+    monkeypatch.setattr(join, "settings", lambda: settings({name: value} if rank.mine else {}), raising=False)
+
+    def meet(mine: int) -> str:
+        rank.mine = mine
+        with pytest.raises(UsageError, match=f"rank 0 runs with .*, and rank 1 with .*{name}={value}") as caught:
+            join._rendezvous(_world(mine), 5)
+        return caught.value.code
+
+    with ThreadPoolExecutor() as ranks:
+        assert list(ranks.map(meet, (0, 1))) == ["bad-env", "bad-env"]
+
+
+def test_a_second_run_may_have_another_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 serves the store to the end of the process: the port is taken, by itself."""
+    monkeypatch.setattr(join, "_STORES", {})
+    env = _world(0, int(_free_port()))
+    first = join._connect(env, 20)
+    first.set("word", "kept")
+    second = join._connect(env, 0.2)
+    assert second.get("word") == b"kept"
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError):
+        second.get("nothing")
+    assert time.monotonic() - begin < 5, "its own timeout holds"
 
 
 _ERROR, _ECHO = RankError("own", code="rank-failed"), RankError("echo", code="rank-failed")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ import torch
 from torch import Tensor
 
 from crosscut import collectives as cc
+from crosscut.collectives import fast
+from crosscut.collectives.select import Table
 from crosscut.distributed.mesh import Mesh
-from crosscut.errors import UsageError
+from crosscut.errors import CollectiveTimeout, UsageError
 from crosscut.sharding import shard_sizes
 
 WORLDS = [1, 2, 3, 4, 8]
@@ -170,6 +174,110 @@ def test_gradients_of_gradients_pass(on_ranks: OnRanks) -> None:
         assert torch.equal(second, 6 * torch.arange(6, dtype=torch.float64))
 
 
+RAW: list[Callable[..., Tensor]] = [cc.all_reduce, cc.all_gather, cc.reduce_scatter, cc.broadcast, cc.all_to_all]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("call", RAW, ids=lambda call: call.__name__)
+def test_the_raw_tier_carries_no_gradient(on_ranks: OnRanks, world: int, call: Callable[..., Tensor]) -> None:
+    """A copy of x, reduced in place, would pass on a gradient that nobody has summed."""
+
+    def body(mesh: Mesh) -> list[Tensor]:
+        x = data(mesh.rank, 6, 2).requires_grad_()
+        with torch.no_grad():
+            expected = call(x, mesh.tp)
+        given = [call(x, mesh.tp), call(x * 1, mesh.tp), call.start(x, mesh.tp).wait()]  # type: ignore[attr-defined]
+        assert all(torch.equal(got, expected) for got in given)
+        return given
+
+    for given in on_ranks(world, body):
+        assert not any(got.requires_grad for got in given)
+
+
+def test_uneven_parts_and_fused_norms_carry_no_gradient_either(on_ranks: OnRanks) -> None:
+    def body(mesh: Mesh) -> list[Tensor]:
+        sizes, weight = shard_sizes(7, 2), torch.ones(4, requires_grad=True)
+        mine, whole = data(mesh.rank, sizes[mesh.rank], 4).requires_grad_(), data(mesh.rank, 7, 4).requires_grad_()
+        return [
+            cc.all_gather(mine, mesh.tp, 0, sizes),
+            cc.reduce_scatter(whole, mesh.tp, 0, sizes=sizes),
+            *cc.all_reduce_norm(whole, whole * 2, weight, mesh.tp),
+        ]
+
+    for given in on_ranks(2, body):
+        assert not any(got.requires_grad for got in given)
+
+
+def test_parameters_can_be_overwritten_in_place(on_ranks: OnRanks) -> None:
+    def body(mesh: Mesh) -> Tensor:
+        weight = torch.nn.Parameter(data(mesh.rank, 3, 2))
+        assert cc.broadcast(weight, mesh.tp, 1, out=weight) is weight
+        assert cc.all_reduce(weight, mesh.tp, "avg", out=weight) is weight
+        return weight.detach()
+
+    for got in on_ranks(2, body):
+        assert torch.equal(got, data(1, 3, 2))
+
+
+@pytest.mark.parametrize("call", RAW, ids=lambda call: call.__name__)
+def test_lazily_conjugated_and_negated_tensors_travel_as_what_they_are(on_ranks: OnRanks, call: Callable[..., Tensor]) -> None:
+    def body(mesh: Mesh) -> None:
+        z = torch.complex(data(mesh.rank, 4), data(mesh.rank + 5, 4))
+        for lazy in (z.conj(), torch._neg_view(z.real.clone())):  # type: ignore[attr-defined]
+            plain = lazy.resolve_conj().resolve_neg()
+            assert lazy.is_contiguous(), "what gave its memory away"
+            assert torch.equal(call(lazy, mesh.tp), call(plain, mesh.tp))
+            if call in (cc.all_reduce, cc.broadcast):
+                assert torch.equal(call(lazy, mesh.tp, out=lazy), call(plain, mesh.tp))  # type: ignore[call-arg]
+                assert torch.equal(lazy, call(plain, mesh.tp)), "in place"
+
+    on_ranks(2, body)
+
+
+def test_a_barrier_does_not_pass_when_a_wait_ran_out(on_ranks: OnRanks) -> None:
+    """The kernel gives up and its stream goes on, so the host must look at the record of timeouts."""
+
+    def check() -> None:
+        raise CollectiveTimeout("nothing came from rank 1", code="rank-timeout")
+
+    def body(mesh: Mesh) -> None:
+        cc.barrier(mesh.tp)
+        workspace = SimpleNamespace(workspace=SimpleNamespace(check=check), is_aside=False)
+        mesh.tp.cache["fast"] = SimpleNamespace(exchange=workspace)
+        with pytest.raises(CollectiveTimeout, match="nothing came from rank 1"):
+            cc.barrier(mesh.tp)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_all_ranks_take_the_first_ones_table(on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, damaged: bool) -> None:
+    """A file that changes while ranks start, or folders of their own, must not send two ranks two ways."""
+
+    def table_for(machine: list[str], world: int) -> Table:
+        if threading.current_thread().name != "rank 0":
+            return Table({}, "another")
+        if damaged:
+            raise UsageError("the table cannot be used", code="file-unreadable", fix="delete it")
+        return Table({"all_reduce": ((4096, "lanes"),)}, "the first")
+
+    monkeypatch.setattr(fast, "table_for", table_for)
+    monkeypatch.setattr(fast, "machine", lambda device: ["a test"])
+
+    def body(mesh: Mesh) -> Table | UsageError:
+        try:
+            return fast._table(mesh.tp, mesh.device)
+        except UsageError as error:
+            return error
+
+    for found in on_ranks(3, body):
+        if damaged:
+            assert isinstance(found, UsageError)
+            assert (found.message, found.code) == ("the table cannot be used", "file-unreadable")
+        else:
+            assert found == Table({"all_reduce": ((4096, "lanes"),)}, "the first")
+
+
 def test_groups_of_a_two_axis_mesh_do_not_mix(on_ranks: OnRanks) -> None:
     def body(mesh: Mesh) -> tuple[float, float]:
         x = torch.tensor([float(10**mesh.rank)])
@@ -216,6 +324,13 @@ BAD_CALLS: dict[str, Callable[[Mesh], object]] = {
     "src 2 in a group of 2": lambda m: cc.broadcast(torch.ones(2), m.tp, 2),
     "send_sizes .* and recv_sizes None": lambda m: cc.all_to_all(torch.ones(2), m.tp, send_sizes=[1, 1]),
     "dim 0 of a tensor of shape": lambda m: cc.all_gather(torch.tensor(1.0), m.tp),
+    "an average of torch.int64": lambda m: cc.all_reduce(torch.tensor([3]), m.tp, "avg"),
+    "an average of torch.int32": lambda m: cc.reduce_scatter(torch.ones(2, dtype=torch.int32), m.tp, op="avg"),
+    r"out of shape \[2, 3\] for a result of shape \[3\]": lambda m: cc.all_reduce(torch.ones(3), m.tp, out=torch.ones(2, 3)),
+    r"out of shape \[2\] for a result of shape \[1\]": lambda m: cc.broadcast(torch.ones(1), m.tp, out=torch.ones(2)),
+    "out of torch.int64 for a result of torch.float32": lambda m: cc.all_reduce(
+        torch.ones(2), m.tp, out=torch.ones(2, dtype=torch.int64)
+    ),
 }
 
 

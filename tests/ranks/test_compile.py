@@ -126,6 +126,16 @@ def every_call(x: Tensor, rows: Tensor, group: Group) -> tuple[Tensor, ...]:
     )
 
 
+def test_the_raw_tier_carries_no_gradient_here_either(on_ranks: OnRanks) -> None:
+    def body(mesh: Mesh) -> None:
+        x, rows = torch.ones(4, 4), torch.ones(shard_sizes(5, 2)[mesh.rank], 2)
+        _, *raw, of_the_other_tier = compiled(every_call)(x.requires_grad_(), rows.requires_grad_(), mesh.tp)
+        assert [got.requires_grad for got in raw] == [False] * 11
+        assert of_the_other_tier.requires_grad
+
+    on_ranks(2, body)
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_every_collective_gives_its_eager_result(on_ranks: OnRanks, world: int) -> None:
     def body(mesh: Mesh) -> int:

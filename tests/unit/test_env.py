@@ -52,6 +52,9 @@ def test_torchrun() -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     assert rank_env(environ) == RankEnv(3, 4, 1, 2, "node1", 29500, "torchrun", store_hosted=True)
+    again = rank_env(environ | {"TORCHELASTIC_RESTART_COUNT": "2"})
+    assert again is not None
+    assert again.attempt == 2
     assert rank_env(environ | {"TORCHELASTIC_USE_AGENT_STORE": "False"}) == RankEnv(3, 4, 1, 2, "node1", 29500, "torchrun")
 
 

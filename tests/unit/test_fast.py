@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from crosscut.collectives import choice, fast
+from crosscut.collectives import choice, fast, send
+from crosscut.collectives.call import _through_host
 from crosscut.collectives.select import shipped
 from crosscut.distributed.mesh import Group
 from crosscut.errors import UsageError
 from crosscut.kernels.trial import ROUNDS, addend, pattern, prove
-from crosscut.kernels.workspace import host_identity
+from crosscut.kernels.workspace import host_identity, shared_workspace
 
 
 def proc(folder: Path, boot: str, namespace: str) -> Path:
@@ -81,6 +83,7 @@ def build(monkeypatch: pytest.MonkeyPatch, wanted: str = "auto", finding: str = 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(fast, "_obstacle", lambda group, wanted: "")
     monkeypatch.setattr(fast, "_everyone", lambda group, mine: [mine, mine + hosts])
+    monkeypatch.setattr(fast, "_from_first", lambda group, mine: mine)
     monkeypatch.setattr(fast, "_opened", lambda group, chosen: (kernels, ""))
     monkeypatch.setattr(fast, "prove", lambda exchange, tell, seconds: finding)
     monkeypatch.setattr(fast, "machine", lambda device: ["a test"])
@@ -148,3 +151,115 @@ def test_ranks_on_two_hosts_leave_the_kernels_off_before_they_share_anything(mon
     assert fast.fast(group) is None
     assert kernels.closed == 0
     assert "rank 1 is in another container" in choice("all_reduce", 8, group).reason
+
+
+class Serving:
+    """Stands for kernels that take every call they are asked to: writes down which."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+        self.exchange = self
+
+    def algorithm(self, op: str, nbytes: int, part: int) -> str:
+        return "lanes"
+
+    def __getattr__(self, name: str) -> Any:
+        def take(x: Any, out: Any, *rest: Any) -> Any:
+            self.taken.append(name)
+            return out
+
+        return take
+
+
+def on_gpu(serving: Serving) -> Group:
+    return Group("tp", 0, 2, (0, 1), "nccl", torch.device("cuda", 0), cache={"fast": serving})
+
+
+def test_kernels_leave_sizes_that_do_not_fit_to_the_checks() -> None:
+    serving = Serving()
+    group = on_gpu(serving)
+    with FakeTensorMode():
+        x = torch.empty(8, device="cuda:0")
+        assert fast.all_gather(x, group, 0, [8, 8]) is not None
+        assert fast.reduce_scatter(x, group, 0, "sum", [4, 4]) is not None
+        serving.taken.clear()
+        for sizes in ([3, 3], [4, 4], [8], [8, 8, 8]):
+            assert fast.all_gather(x, group, 0, sizes) is None
+        for sizes in ([3, 3], [8, 8], [4], [4, 4, 4]):
+            assert fast.reduce_scatter(x, group, 0, "sum", sizes) is None
+    assert serving.taken == []
+
+
+def test_kernels_leave_what_torch_conjugates_or_negates_lazily() -> None:
+    """They would carry the memory, which holds other numbers."""
+    serving = Serving()
+    group = on_gpu(serving)
+    with FakeTensorMode():
+        z = torch.empty(2, dtype=torch.complex64, device="cuda:0")
+        negative = torch._neg_view(torch.empty(2, device="cuda:0"))  # type: ignore[attr-defined]
+        for x in (z.conj(), negative):
+            assert x.is_contiguous()
+            assert fast.all_gather(x, group) is None
+            assert fast.broadcast(x, group) is None
+            assert fast.broadcast(x.resolve_conj().resolve_neg(), group, out=x) is None
+            assert fast.all_to_all(x, group) is None
+        assert fast.reduce_scatter(negative, group) is None
+        assert fast.all_reduce(negative, group) is None
+        one = torch.empty(1, dtype=torch.complex64, device="cuda:0").conj().imag
+        assert fast.all_reduce(one, group) is None, "no private name is needed for one"
+    assert serving.taken == []
+
+
+def test_a_weight_that_kernels_overwrite_has_another_version() -> None:
+    """The multiply for few tokens reads a weight of the version it knows before the kernel before it has ended."""
+    group = on_gpu(Serving())
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.empty(4, 4, device="cuda:0"))
+        before = weight._version
+        fast.broadcast(weight.detach(), group, out=weight.detach())
+        assert weight._version > before
+        with torch.inference_mode():
+            kept = torch.empty(4, device="cuda:0")
+        assert fast.broadcast(kept, group, out=kept) is kept
+
+
+def test_complex_sums_in_place_take_the_way_that_makes_pairs_of_them() -> None:
+    group: Any = Group("tp", 0, 2, (0, 1), "nccl", torch.device("cuda", 0), process_group=object(), cache={"fast": None})  # type: ignore[arg-type]
+    z = torch.ones(2, dtype=torch.complex64)
+    assert fast.all_reduce(z, group, out=z) is None
+
+
+def test_a_rank_without_memory_leaves_nobody_in_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pair:
+        def size(self) -> int:
+            return 2
+
+        def rank(self) -> int:
+            return 1
+
+    def no_memory(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    def rendezvous(*args: Any) -> None:
+        raise AssertionError("this rank waits for one that does not come")
+
+    symmetric = "torch.distributed._symmetric_memory."
+    monkeypatch.setattr(symmetric + "rendezvous", rendezvous)
+    here: Any = Pair()
+    with monkeypatch.context() as full:
+        full.setattr(symmetric + "empty", no_memory)
+        with pytest.raises(RuntimeError, match=r"^rank 1: CUDA out of memory.$"):
+            shared_workspace("tp", here, torch.device("cuda", 0), 30, 60, lambda mine: ["", mine])
+    monkeypatch.setattr(symmetric + "empty", lambda *args, **options: torch.zeros(1))
+    with pytest.raises(RuntimeError, match=r"^rank 0: out of memory$"):
+        shared_workspace("tp", here, torch.device("cuda", 0), 30, 60, lambda mine: ["rank 0: out of memory", mine])
+
+
+def test_what_was_sent_through_host_memory_is_not_written_over() -> None:
+    """The ranks of gloo meet in host memory; only what a rank receives lands on its GPU again."""
+    group = Group("tp", 0, 2, (0, 1), "gloo", torch.device("cpu"))
+    x = torch.ones(3)
+    plan = send._plan(x, group, 1)
+    _, _, landed = _through_host(plan.source, plan.target, plan.finish)
+    assert landed() is x
+    assert x._version == 0, "autograd would take it for changed"

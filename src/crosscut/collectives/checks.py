@@ -48,3 +48,20 @@ def checked_parts(total: int, group: Group, sizes: Sequence[int] | None) -> list
             fix="give one size for each rank; together they must make up the dim",
         )
     return list(sizes)
+
+
+def checked_out(x: Tensor, out: Tensor | None) -> None:
+    """Refuse an ``out`` that is not like ``x``: a result would be broadcast into it, or cut to whole numbers, without a word.
+
+    Raises UsageError: ``bad-shape``, ``bad-dtype``.
+    """
+    if out is None or out is x:
+        return
+    if out.shape != x.shape:
+        raise UsageError(
+            f"out of shape {list(out.shape)} for a result of shape {list(x.shape)}",
+            code="bad-shape",
+            fix="give out the shape of x",
+        )
+    if out.dtype != x.dtype:
+        raise UsageError(f"out of {out.dtype} for a result of {x.dtype}", code="bad-dtype", fix="give out the dtype of x")

@@ -11,7 +11,8 @@ shapes suggest. So the operators are registered as having an ordered effect: the
 whose result nobody uses stays too.
 
 Gradients: the dual pairs of ``autograd.py`` are autograd functions, which Dynamo traces; their collectives become these
-operators in forward and backward alike. The raw tier carries no gradient here either.
+operators in forward and backward alike. The raw tier carries no gradient here either: the operators get detached tensors,
+because an operator without a rule for autograd would lose a gradient and only warn.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op  # torch has no public name for it
 
-from crosscut.collectives.checks import checked_dim, checked_parts, checked_sizes
+from crosscut.collectives.checks import checked_dim, checked_out, checked_parts, checked_sizes
 from crosscut.distributed.mesh import Group, live_group
 
 
@@ -105,26 +106,26 @@ def _exchanged_shape(x: Tensor, split: int, join: int, sent: list[int], got: lis
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = None) -> Tensor:
     """As functional.all_reduce."""
-    return _landed(x if group.size == 1 else _all_reduce(x, op, group.handle), x, out)
+    return _landed(x if group.size == 1 else _all_reduce(x.detach(), op, group.handle), x, out)
 
 
 def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
     """As functional.all_gather."""
     dim = checked_dim(x, dim)
     sizes = checked_sizes(x.shape[dim], group, sizes)
-    return x if group.size == 1 else _all_gather(x, dim, sizes, group.handle)
+    return x if group.size == 1 else _all_gather(x.detach(), dim, sizes, group.handle)
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes: Sequence[int] | None = None) -> Tensor:
     """As functional.reduce_scatter."""
     dim = checked_dim(x, dim)
     sizes = checked_parts(x.shape[dim], group, sizes)
-    return x if group.size == 1 else _reduce_scatter(x, dim, op, sizes, group.rank, group.handle)
+    return x if group.size == 1 else _reduce_scatter(x.detach(), dim, op, sizes, group.rank, group.handle)
 
 
 def broadcast(x: Tensor, group: Group, src: int = 0, out: Tensor | None = None) -> Tensor:
     """As functional.broadcast."""
-    return _landed(x if group.size == 1 else _broadcast(x, src, group.handle), x, out)
+    return _landed(x if group.size == 1 else _broadcast(x.detach(), src, group.handle), x, out)
 
 
 def all_to_all(
@@ -139,7 +140,7 @@ def all_to_all(
     split_dim, concat_dim = checked_dim(x, split_dim), checked_dim(x, concat_dim)
     sent = checked_parts(x.shape[split_dim], group, send_sizes)
     got = checked_sizes(sent[group.rank], group, recv_sizes)
-    return x if group.size == 1 else _all_to_all(x, split_dim, concat_dim, sent, got, group.handle)
+    return x if group.size == 1 else _all_to_all(x.detach(), split_dim, concat_dim, sent, got, group.handle)
 
 
 def all_reduce_norm(
@@ -153,6 +154,8 @@ def all_reduce_norm(
     layer_norm: bool,
 ) -> tuple[Tensor, Tensor]:
     """As functional.all_reduce_norm."""
+    x, residual, weight = x.detach(), residual.detach(), weight.detach()
+    bias, norm_bias = (None if t is None else t.detach() for t in (bias, norm_bias))
     normed, z = _all_reduce_norm(x, residual, weight, eps, bias, norm_bias, layer_norm, group.handle)
     return normed, z
 
@@ -160,5 +163,6 @@ def all_reduce_norm(
 def _landed(result: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
     """The result where the eager call would leave it: new memory, or ``out``."""
     if out is not None:
+        checked_out(x, out)
         return out.copy_(result)
     return result.clone() if result is x else result

@@ -100,6 +100,13 @@ def choice(op: str, nbytes: int, group: Group) -> Choice:
     return explain(op, nbytes, found.table if found else None, group.backend, group.cache.get("why", ""))
 
 
+def check(group: Group) -> None:
+    """Raise CollectiveTimeout (``rank-timeout``) if a wait of the group's kernels ran out: a call for one that has ended."""
+    found: Fast | None = group.cache.get(_KEY)
+    if found is not None:
+        found.exchange.workspace.check()
+
+
 def _build(group: Group) -> tuple[Fast | None, str]:
     chosen = settings()
     why = _obstacle(group, chosen.collectives)
@@ -118,15 +125,35 @@ def _build(group: Group) -> tuple[Fast | None, str]:
         if chosen.collectives == "kernels":
             raise UsageError(why, code="no-backend", fix="unset CROSSCUT_COLLECTIVES, or set it to nccl")
         return None, why
-    return Fast(exchange, table_for(machine(exchange.device), group.size)), ""
+    return Fast(exchange, _table(group, exchange.device)), ""
+
+
+def _table(group: Group, device: torch.device) -> Table:
+    """Rank 0's table, on all ranks: with two tables (a setting, a cache folder or a file that differs) one rank would wait in
+    a kernel and the other in NCCL. Raises rank 0's UsageError on all ranks."""
+    found: Table | UsageError | None = None
+    if group.rank == 0:
+        try:
+            found = table_for(machine(device), group.size)
+        except UsageError as error:
+            found = error
+    told = _from_first(group, found)
+    if isinstance(told, UsageError):
+        raise told
+    assert isinstance(told, Table), "rank 0 has a table or an error"
+    return told
 
 
 def _opened(group: Group, chosen: Settings) -> tuple[Exchange | None, str]:
     """The group's kernels over new shared memory, or None and why there is none."""
     assert group.process_group is not None
     device = torch.device("cuda", group.device.index if group.device.index is not None else torch.cuda.current_device())
+
+    def tell(problem: str) -> list[str]:
+        return _everyone(group, problem)
+
     try:
-        workspace = shared_workspace(group.axis, group.process_group, device, chosen.kernel_timeout, chosen.timeout)
+        workspace = shared_workspace(group.axis, group.process_group, device, chosen.kernel_timeout, chosen.timeout, tell)
     except RuntimeError as error:
         return None, f"the GPUs share no memory: {str(error).splitlines()[0]}"
     return Exchange(workspace, device), ""
@@ -158,6 +185,13 @@ def _everyone(group: Group, mine: str) -> list[str]:
     said: list[Any] = [None] * group.size
     dist.all_gather_object(said, mine, group=group.process_group)
     return [str(word) for word in said]
+
+
+def _from_first(group: Group, mine: object) -> object:
+    """Rank 0's object, over the process group."""
+    told: list[Any] = [mine]
+    dist.broadcast_object_list(told, src=group.ranks[0], group=group.process_group)
+    return told[0]
 
 
 def _first_reason(reasons: list[str]) -> str:
@@ -198,7 +232,7 @@ def aside(
 def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = None) -> Tensor | None:
     """As functional.all_reduce, where the kernels serve; and over NCCL in place, the hottest call of tensor parallelism."""
     found = group.cache.get(_KEY) or fast(group)
-    if found is not None and x.is_cuda and x.is_contiguous() and (out is None or out is x or _plain(x, out)):
+    if found is not None and x.is_cuda and x.is_contiguous() and not x.is_neg() and (out is None or out is x or _plain(x, out)):
         key = (x.dtype, x.shape, op)
         ready = found.reductions[key] if key in found.reductions else found.reduction(x, op)
         if ready is not None:
@@ -214,8 +248,8 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = No
 def _nccl_in_place(x: Tensor, group: Group) -> Tensor | None:
     """The process group's own call, past the Python of dist.all_reduce, which takes longer than the rest."""
     process_group = group.process_group
-    if process_group is None or not x.is_contiguous():
-        return None
+    if process_group is None or not x.is_contiguous() or x.is_neg() or x.is_complex():
+        return None  # NCCL knows no complex numbers: dist.all_reduce makes pairs of them
     work = process_group.allreduce([x], _SUM)
     if work is not None:  # NCCL gives none for a call on the caller's stream
         work.wait()
@@ -225,7 +259,7 @@ def _nccl_in_place(x: Tensor, group: Group) -> Tensor | None:
 def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor | None:
     """As functional.all_gather, for even sizes along the first or the last dim."""
     found = fast(group)
-    if found is None or not _plain(x) or not _even(sizes, group) or not -x.dim() <= dim < x.dim():
+    if found is None or not _plain(x) or not -x.dim() <= dim < x.dim() or not _even(sizes, x.shape[dim], group):
         return None
     row = _row(x, dim)
     algorithm = found.algorithm("all_gather", x.nbytes * group.size, x.nbytes)
@@ -241,7 +275,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes
     found = fast(group)
     if found is None or x.dtype not in TYPES or op not in REDUCTIONS or not _plain(x) or not -x.dim() <= dim < x.dim():
         return None
-    if not _even(sizes, group) or x.shape[dim] % group.size:
+    if x.shape[dim] % group.size or not _even(sizes, x.shape[dim] // group.size, group):
         return None
     shape = list(x.shape)
     shape[dim] //= group.size
@@ -261,6 +295,8 @@ def broadcast(x: Tensor, group: Group, src: int = 0, out: Tensor | None = None) 
     algorithm = found.algorithm("broadcast", x.nbytes, x.nbytes)
     if algorithm is None:
         return None
+    if out is not None and not out.is_inference():  # whoever kept a weight's version (kernels/skinny.py) sees that it changed
+        torch.autograd.graph.increment_version(out)
     return found.exchange.broadcast(x, torch.empty_like(x) if out is None else out, src, algorithm)
 
 
@@ -315,17 +351,13 @@ def joins_norm(x: Tensor, group: Group) -> bool:
 
 
 def _plain(x: Tensor, other: Tensor | None = None) -> bool:
-    if not (x.is_cuda and x.is_contiguous()):
+    if not (x.is_cuda and x.is_contiguous()) or x.is_conj() or x.is_neg():  # torch conjugates and negates lazily
         return False
-    return (
-        other is None
-        or other is x
-        or (other.is_contiguous() and other.shape == x.shape and other.dtype == x.dtype and other.is_cuda)
-    )
+    return other is None or other is x or (_plain(other) and other.shape == x.shape and other.dtype == x.dtype)
 
 
-def _even(sizes: Sequence[int] | None, group: Group) -> bool:
-    return sizes is None or (len(sizes) == group.size and len(set(sizes)) == 1)
+def _even(sizes: Sequence[int] | None, each: int, group: Group) -> bool:
+    return sizes is None or list(sizes) == [each] * group.size
 
 
 def _row(part: Tensor, dim: int) -> int | None:

@@ -1,4 +1,5 @@
-"""The raw tier: collectives over any group, along any dim, uneven where the mathematics allows. No autograd here.
+"""The raw tier: collectives over any group, along any dim, uneven where the mathematics allows. No autograd here: what a
+group of several ranks gives carries no gradient, whatever ``x`` does.
 
 ``all_reduce(x, group)`` returns the result; ``all_reduce.start(x, group)`` returns a Pending to ``wait()`` for (so for
 every collective). A group of one never communicates. All ranks of the group make the same call with the same shapes
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from crosscut.collectives import compiled, fast
 from crosscut.collectives.call import Plan, collective, plain_collective
-from crosscut.collectives.checks import checked_dim, checked_parts, checked_sizes
+from crosscut.collectives.checks import checked_dim, checked_out, checked_parts, checked_sizes
 from crosscut.distributed.mesh import Group
 from crosscut.errors import UsageError, choose
 
@@ -39,13 +40,14 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = No
     """Every rank gets the element-wise reduction (sum, avg, max, min, prod) of all ranks' ``x``, any shape.
 
     ``out``: where the result goes; ``out=x`` reduces in place.
-    Raises UsageError (``bad-option``) on an unknown op.
+    Raises UsageError: ``bad-option`` on an unknown op, ``bad-dtype`` on an average of whole numbers, ``bad-shape`` or
+    ``bad-dtype`` when ``out`` is not like ``x``.
     """
-    if op not in _OPS:
-        choose("reduce op", op, _OPS)
+    _checked_op(op, x)
+    checked_out(x, out)
     if group.size == 1:
         return Plan(group, x, lambda: _into(x, out))
-    buffer = x if out is x and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    buffer, in_place = _buffer(x, out)
     averaged = op == "avg" and group.backend != "nccl"
 
     def issue(send: Tensor, _: Tensor, async_op: bool) -> dist.Work | None:
@@ -53,7 +55,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = No
 
     def finish() -> Tensor:
         result = buffer.div_(group.size) if averaged else buffer
-        return result if out is None or out is result else out.copy_(result)
+        return x if in_place else _landed(result, out)
 
     return Plan(group, buffer, finish, issue, detail=op)
 
@@ -89,9 +91,10 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes
     """Rank r gets the r-th part along ``dim`` of the element-wise reduction (sum, avg, max, min, prod) of all ranks' ``x``.
 
     ``sizes``: the parts when they are not equal; they must add up to ``x.shape[dim]``.
-    Raises UsageError: ``bad-size`` when the dim is not there or cannot be dealt, ``bad-option`` on an unknown op.
+    Raises UsageError: ``bad-size`` when the dim is not there or cannot be dealt, ``bad-option`` on an unknown op,
+    ``bad-dtype`` on an average of whole numbers.
     """
-    choose("reduce op", op, _OPS)
+    _checked_op(op, x)
     dim = checked_dim(x, dim)
     parts = checked_parts(x.shape[dim], group, sizes)
     if group.size == 1:
@@ -115,18 +118,20 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes
 def broadcast(x: Tensor, group: Group, src: int = 0, out: Tensor | None = None) -> Plan:
     """Every rank gets the ``x`` of rank ``src`` of the group. ``out=x`` overwrites in place.
 
-    Raises UsageError (``bad-option``) when ``src`` is not a rank of the group.
+    Raises UsageError: ``bad-option`` when ``src`` is not a rank of the group, ``bad-shape`` or ``bad-dtype`` when ``out`` is
+    not like ``x``.
     """
     _peer("src", src, group)
+    checked_out(x, out)
     if group.size == 1:
         return Plan(group, x, lambda: _into(x, out))
-    buffer = x if out is x and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    buffer, in_place = _buffer(x, out)
 
     def issue(send: Tensor, _: Tensor, async_op: bool) -> dist.Work | None:
         return dist.broadcast(send, src=group.ranks[src], group=group.process_group, async_op=async_op)
 
     def finish() -> Tensor:
-        return buffer if out is None or out is buffer else out.copy_(buffer)
+        return x if in_place else _landed(buffer, out)
 
     return Plan(group, buffer, finish, issue, detail=f"src {src}")
 
@@ -157,7 +162,7 @@ def all_to_all(
     got = checked_sizes(sent[group.rank], group, recv_sizes)
     if group.size == 1:
         return Plan(group, x, lambda: x)
-    source = x.movedim(split_dim, 0).contiguous()
+    source = _dense(x.movedim(split_dim, 0))
     target = torch.empty((sum(got), *source.shape[1:]), dtype=x.dtype, device=x.device)
 
     def issue(send: Tensor, receive: Tensor, async_op: bool) -> dist.Work | None:
@@ -182,7 +187,7 @@ def send(x: Tensor, group: Group, dst: int, tag: int = 0) -> Plan:
     def issue(buffer: Tensor, _: Tensor, async_op: bool) -> dist.Work | None:
         return dist.isend(buffer, dst=group.ranks[dst], group=group.process_group, tag=tag)
 
-    return Plan(group, x.contiguous(), lambda: x, issue, detail=f"dst {dst}")
+    return Plan(group, _dense(x), lambda: x, issue, target=x.new_empty(0), detail=f"dst {dst}")  # nothing comes back
 
 
 @plain_collective
@@ -192,7 +197,7 @@ def recv(out: Tensor, group: Group, src: int, tag: int = 0) -> Plan:
     Raises UsageError (``bad-option``) when ``src`` is this rank or not in the group.
     """
     _peer("src", src, group, not_me=True)
-    buffer = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+    buffer = out if _as_it_lies(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
 
     def issue(receive: Tensor, _: Tensor, async_op: bool) -> dist.Work | None:
         return dist.irecv(receive, src=group.ranks[src], group=group.process_group, tag=tag)
@@ -229,12 +234,13 @@ def all_reduce_norm(
     fused = fast.all_reduce_norm(x, residual, weight, group, eps, bias, norm_bias, layer_norm)
     if fused is not None:
         return fused
-    y = all_reduce(x, group)
-    z = residual + (y if bias is None else y + bias)
-    if layer_norm:
-        return F.layer_norm(z, hidden, weight, norm_bias, eps), z
-    normed = F.rms_norm(z, hidden, weight, eps)
-    return (normed if norm_bias is None else normed + norm_bias), z
+    with torch.no_grad():
+        y = all_reduce(x, group)
+        z = residual + (y if bias is None else y + bias)
+        if layer_norm:
+            return F.layer_norm(z, hidden, weight, norm_bias, eps), z
+        normed = F.rms_norm(z, hidden, weight, eps)
+        return (normed if norm_bias is None else normed + norm_bias), z
 
 
 def all_agree(group: Group, mine: bool) -> bool:
@@ -243,9 +249,45 @@ def all_agree(group: Group, mine: bool) -> bool:
 
 
 def barrier(group: Group) -> None:
-    """Return when every rank of the group has come here and, on GPUs, the work queued before it is done."""
+    """Return when every rank of the group has come here and, on GPUs, the work queued before it is done.
+
+    Raises CollectiveTimeout (``rank-timeout``) when one does not come, and what the library raises then.
+    """
     if group.size > 1:
         all_reduce(torch.zeros(1, device=group.device), group).item()
+        fast.check(group)
+
+
+def _checked_op(op: str, x: Tensor) -> None:
+    if op not in _OPS:
+        choose("reduce op", op, _OPS)
+    if op == "avg" and not (x.is_floating_point() or x.is_complex()):  # NCCL would cut it, gloo's way raise after the fact
+        raise UsageError(f"an average of {x.dtype}", code="bad-dtype", fix="take the sum, or convert to a floating dtype")
+
+
+def _as_it_lies(x: Tensor) -> bool:
+    """Whether the memory of ``x`` holds its elements, dense and in order: torch conjugates and negates lazily."""
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
+def _dense(x: Tensor) -> Tensor:
+    """``x`` as it can be sent, without its gradient; no copy where none is due."""
+    bare = x.detach() if x.requires_grad else x
+    return bare if _as_it_lies(x) else bare.resolve_conj().resolve_neg().contiguous()
+
+
+def _buffer(x: Tensor, out: Tensor | None) -> tuple[Tensor, bool]:
+    """What is sent and overwritten, and whether that is the memory of ``x`` itself: where that is asked for, and possible.
+
+    Without its gradient: a copy of ``x`` that the ranks overwrite would hand on one that nobody has summed.
+    """
+    in_place = out is x and _as_it_lies(x)
+    bare = x.detach() if x.requires_grad else x
+    return (bare if in_place else bare.clone(memory_format=torch.contiguous_format)), in_place
+
+
+def _landed(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out.copy_(result)
 
 
 def _into(x: Tensor, out: Tensor | None) -> Tensor:
@@ -257,7 +299,7 @@ def _into(x: Tensor, out: Tensor | None) -> Tensor:
 def _stack(x: Tensor, dim: int, parts: list[int]) -> Tensor:
     """The parts of ``x`` along ``dim`` one after the other, each padded to the longest; no copy where none is due."""
     if len(set(parts)) == 1:
-        stacked = x.unflatten(dim, (len(parts), parts[0])).movedim(dim, 0).contiguous()
+        stacked = _dense(x.unflatten(dim, (len(parts), parts[0])).movedim(dim, 0))
     else:
         stacked = torch.stack([_pad(part, dim, max(parts)) for part in x.split(parts, dim)])
     return stacked.flatten(0, 1)
@@ -267,10 +309,10 @@ def _pad(x: Tensor, dim: int, size: int) -> Tensor:
     """``x`` with zeros after it along ``dim`` up to ``size``, contiguous."""
     missing = size - x.shape[dim]
     if missing == 0:
-        return x.contiguous()
+        return _dense(x)
     shape = list(x.shape)
     shape[dim] = missing
-    return torch.cat([x, x.new_zeros(shape)], dim)
+    return torch.cat([x.detach(), x.new_zeros(shape)], dim)
 
 
 def _peer(what: str, rank: int, group: Group, not_me: bool = False) -> None:

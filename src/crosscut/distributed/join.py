@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import fcntl
-import functools
 import os
 import socket
 import struct
@@ -26,6 +25,8 @@ from crosscut.distributed.mesh import Mesh, make_mesh
 from crosscut.distributed.progress import OnProgress, Progress
 from crosscut.env import RankEnv, omp_threads_given, rank_env, settings
 from crosscut.errors import RankError, UsageError, choose
+
+_BACKENDS, _DEVICES = ("auto", "nccl", "gloo"), ("auto", "cuda", "cpu")
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ def place(config: LaunchConfig, local_rank: int, local_world_size: int, own_gpu:
     Raises UsageError: ``bad-option``, ``no-backend`` (nccl without CUDA,
     or on the CPU), ``tp-exceeds-gpus`` (GPUs asked for, and fewer than the ranks of this host).
     """
-    choose("backend", config.backend, ("auto", "nccl", "gloo"))
-    choose("device", config.device, ("auto", "cuda", "cpu"))
+    choose("backend", config.backend, _BACKENDS)
+    choose("device", config.device, _DEVICES)
     present = torch.cuda.device_count()
     enough = present >= (1 if own_gpu else local_world_size)
     wants_gpu = config.device == "cuda" or config.backend == "nccl"
@@ -131,8 +132,10 @@ def init_mesh(tp: int | None = None, dp: int | None = None, *, backend: str = "a
 
     For scripts that are ranks themselves; the process group that it makes (unless there is one already) is the
     script's to destroy. ``tp`` and ``dp``: group sizes, the one left out takes what remains (both: tp takes all).
-    Raises UsageError (``tp-mismatch``, and as :func:`world`) and RankError (``rank-timeout``).
+    Raises UsageError (``tp-mismatch``, ``bad-option``, and as :func:`world`) and RankError (``rank-timeout``).
     """
+    choose("backend", backend, _BACKENDS)
+    choose("device", device, _DEVICES)
     env = rank_env()
     if env is not None and not dist.is_initialized():
         config = LaunchConfig(env.world_size, backend, device, timeout=settings().timeout)
@@ -170,20 +173,38 @@ def set_threads(threads: int | None, local_world_size: int) -> None:
 
 def _rendezvous(env: RankEnv, timeout: float) -> dist.Store:
     """A part of the store that this run has for itself, returned when all ranks are in it."""
-    store = _connect(env, timeout)
+    # A launcher that starts its ranks anew may keep the store, in which each rank got as far as it got.
+    store = dist.PrefixStore(f"crosscut/{env.attempt}", _connect(env, timeout))
     # Each rank counts its own runs, in step with the others: a second run of one world must not read the first one's keys.
-    run = store.add(f"crosscut/runs/{env.rank}", 1)
-    own = dist.PrefixStore(f"crosscut/{run}", store)
+    run = store.add(f"runs/{env.rank}", 1)
+    own = dist.PrefixStore(str(run), store)
+    chosen = settings()
+    mine = f"CROSSCUT_COLLECTIVES={chosen.collectives} CROSSCUT_SCHEDULE={chosen.schedule}"
     try:
-        _meet(own, "arrived", env, timeout)
+        words = _meet(own, "arrived", env, timeout, mine)
     except RuntimeError:
         raise _missing_ranks(own, env, timeout) from None
+    _check_alike(words)
     return own
 
 
-def _meet(store: dist.Store, what: str, env: RankEnv, timeout: float) -> None:
-    store.set(f"{what}/{env.rank}", "1")
-    store.wait([f"{what}/{rank}" for rank in range(env.world_size)], timedelta(seconds=timeout))
+def _meet(store: dist.Store, what: str, env: RankEnv, timeout: float, word: str = "") -> list[str]:
+    """Wait for all ranks; what each of them says."""
+    store.set(f"{what}/{env.rank}", word)
+    names = [f"{what}/{rank}" for rank in range(env.world_size)]
+    store.wait(names, timedelta(seconds=timeout))
+    return [said.decode() for said in store.multi_get(names)]
+
+
+def _check_alike(words: list[str]) -> None:
+    """Refuse ranks whose settings would have them exchange different things: they would wait for each other, or worse."""
+    for rank, said in enumerate(words):
+        if said != words[0]:
+            raise UsageError(
+                f"rank 0 runs with {words[0]}, and rank {rank} with {said}",
+                code="bad-env",
+                fix="set these variables alike for every rank, or for none",
+            )
 
 
 def _missing_ranks(store: dist.Store, env: RankEnv, timeout: float) -> RankError:
@@ -205,7 +226,7 @@ def _not_arrived(who: str, env: RankEnv, timeout: float) -> RankError:
 def _connect(env: RankEnv, timeout: float) -> dist.Store:
     serves = env.rank == 0 and not env.store_hosted
     try:
-        return _tcp_store(env.master_addr, env.master_port, env.world_size, serves, timeout)
+        return _tcp_store(env, serves, timeout)
     except RuntimeError as error:  # torch's DistNetworkError among them
         if "EADDRINUSE" in str(error):
             raise UsageError(
@@ -216,10 +237,17 @@ def _connect(env: RankEnv, timeout: float) -> dist.Store:
         raise _not_arrived("rank 0, which serves the rendezvous," if env.rank else "this rank", env, timeout) from None
 
 
-@functools.cache
-def _tcp_store(host: str, port: int, world_size: int, serves: bool, timeout: float) -> dist.Store:
+_STORES: dict[tuple[str, int, int, bool], dist.Store] = {}
+
+
+def _tcp_store(env: RankEnv, serves: bool, timeout: float) -> dist.Store:
     """One connection per process and world, kept to the end: the server must outlive the last rank that asks it."""
-    return dist.TCPStore(host, port, world_size, is_master=serves, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    limit = timedelta(seconds=timeout)
+    world = (env.master_addr, env.master_port, env.world_size, serves)
+    if world not in _STORES:
+        _STORES[world] = dist.TCPStore(*world, timeout=limit, wait_for_workers=False)
+    _STORES[world].set_timeout(limit)  # a later run of the same world may have another one
+    return _STORES[world]
 
 
 def _choose_interface(env: RankEnv) -> None:

@@ -89,7 +89,7 @@ def _check_world(env: RankEnv, config: LaunchConfig) -> None:
 def _start(
     fn: Callable[..., T], args: tuple[Any, ...], config: LaunchConfig, on_progress: OnProgress | None, debug: bool
 ) -> T | None:
-    supervisor = Supervisor(config.nproc, on_progress)
+    supervisor = Supervisor(config.nproc, on_progress, config.timeout)
     task = Task(pickle.dumps((fn, args)), config, os.getpid(), supervisor.wires, debug)
     supervisor.start()
     answers, died = {}, None

@@ -47,9 +47,12 @@ class Death:
 
 
 class Supervisor(threading.Thread):
-    """Listens to ``nproc`` ranks until all their pipes have ended; ends them itself when a stop takes too long."""
+    """Listens to ``nproc`` ranks until all their pipes have ended; ends them itself when a stop takes too long.
 
-    def __init__(self, nproc: int, on_progress: OnProgress | None) -> None:
+    ``patience``: seconds after which it says which ranks still work while others are done. They may have reason to.
+    """
+
+    def __init__(self, nproc: int, on_progress: OnProgress | None, patience: float) -> None:
         super().__init__(name="crosscut-supervisor", daemon=True)
         self.failures: list[Failure] = []
         """In the order in which they were heard of."""
@@ -66,6 +69,8 @@ class Supervisor(threading.Thread):
         self._pids: dict[int, int] = {}
         self._ended: set[int] = set()
         self._deadline: float | None = None
+        self._patience = patience
+        self._notice: float | None = None
         self._over = threading.Event()
 
     def run(self) -> None:
@@ -79,6 +84,8 @@ class Supervisor(threading.Thread):
                     self._hear(reader)
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._kill()
+            if self._notice is not None and time.monotonic() > self._notice:
+                self._name_late()
             if self._over.is_set() and not ready:
                 return  # a rank's own child still holds a pipe
         if self.failures and not self._over.wait(GRACE):  # they left with exit code 0: no failure to torch's agent
@@ -121,10 +128,19 @@ class Supervisor(threading.Thread):
             self._ended.add(rank)
             if kind == "failed":
                 self._fail(rank, *rest)
+            elif self._notice is None:
+                self._notice = time.monotonic() + self._patience
 
     def _fail(self, rank: int, error: CrosscutError | None, echo: bool) -> None:
         self.failures.append(Failure(rank, error, echo, time.monotonic()))
         self.stop()
+
+    def _name_late(self) -> None:
+        """Once: a rank that hangs where nobody waits for it, or was stopped, would else hold up the end without a word."""
+        self._notice = float("inf")
+        late = ", ".join(str(rank) for rank in range(len(self.wires)) if rank not in self._ended)
+        if late and not self.failures:
+            self._say(f"still waiting for rank {late}: another rank ended {self._patience:g} s ago (Ctrl-C ends all)\n")
 
     def _report(self, fraction: float, text: str) -> None:
         if self._on_progress is not None and self.callback_error is None:
@@ -144,7 +160,9 @@ class Supervisor(threading.Thread):
         self._print(rank, lines)
 
     def _print(self, rank: int, lines: list[bytes]) -> None:
-        text = "".join(f"[rank {rank}] {line.decode(errors='replace')}\n" for line in lines)
+        self._say("".join(f"[rank {rank}] {line.decode(errors='replace')}\n" for line in lines))
+
+    def _say(self, text: str) -> None:
         with suppress(OSError, ValueError):  # nobody reads our standard error any more
             sys.stderr.write(text)
             sys.stderr.flush()

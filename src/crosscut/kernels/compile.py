@@ -9,12 +9,16 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from crosscut.env import cache_folder
 from crosscut.errors import UsageError
+
+_DIGEST = hashlib.sha256().digest_size
 
 
 @cache
@@ -43,8 +47,9 @@ def _cubin(file: str, source: str, world: int, capability: tuple[int, int]) -> b
     version = _checked(nvrtc.nvrtcVersion())
     key = hashlib.sha256("\0".join([source, *options, str(version)]).encode()).hexdigest()[:32]
     path = cache_folder() / "kernels" / f"{key}.cubin"
-    if path.exists():
-        return path.read_bytes()
+    kept = _kept(path)
+    if kept is not None:
+        return kept
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), file.encode(), 0, [], []))
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -57,16 +62,30 @@ def _cubin(file: str, source: str, world: int, capability: tuple[int, int]) -> b
     return image
 
 
-def _keep(path: Any, image: bytes) -> None:
-    """Write the cache entry whole or not at all; a cache that cannot be written only costs time."""
+def _kept(path: Path) -> bytes | None:
+    """The cache entry; None when there is none, or one that cannot be read, or is not whole (a full disk, a lost host).
+
+    The driver takes machine code without its length, so what it is given must be right.
+    """
     try:
+        entry = path.read_bytes()
+    except OSError:
+        return None
+    image = entry[_DIGEST:]
+    return image if hashlib.sha256(image).digest() == entry[:_DIGEST] else None
+
+
+def _keep(path: Path, image: bytes) -> None:
+    """Write the cache entry, digest and machine code, whole or not at all; a cache that cannot be written only costs time."""
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as out:
-            out.write(image)
-        os.replace(temporary, path)
-    except OSError:
-        pass
+        try:
+            with os.fdopen(handle, "wb") as out:
+                out.write(hashlib.sha256(image).digest() + image)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
 
 
 def _nvrtc() -> Any:

@@ -8,7 +8,7 @@ fills when a wait runs out.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,13 +154,29 @@ def host_identity(socket_folder: str, proc: Path = Path("/proc")) -> str:
 
 
 def shared_workspace(
-    name: str, group: dist.ProcessGroup, device: torch.device, deadline: float, first: float | None = None
+    name: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    deadline: float,
+    first: float | None,
+    tell: Callable[[str], list[str]],
 ) -> Workspace:
-    """This rank's workspace of ``group``, whose ranks must all call this. Raises RuntimeError when the GPUs cannot share."""
+    """This rank's workspace of ``group``, whose ranks must all call this. Raises RuntimeError when the GPUs cannot share.
+
+    ``tell`` gives every rank's string: a rank without memory for it must not leave the others waiting in the rendezvous.
+    """
     import torch.distributed._symmetric_memory as symmetric
 
     layout = Layout(group.size())
-    own = symmetric.empty(layout.nbytes, dtype=torch.uint8, device=device)
+    own: Tensor | None = None
+    problem = ""
+    try:
+        own = symmetric.empty(layout.nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch's OutOfMemoryError is one
+        problem = f"rank {group.rank()}: {str(error).splitlines()[0]}"
+    problem = next(filter(None, tell(problem)), "")
+    if own is None or problem:
+        raise RuntimeError(problem)
     handle = symmetric.rendezvous(own, group.group_name)
     workspace = Workspace(name, group.rank(), layout, own, handle.buffer_ptrs, deadline, first)
     dist.barrier(group)  # nobody writes before everybody has cleared
