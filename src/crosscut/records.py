@@ -76,6 +76,13 @@ class Hardware:
     links: list[list[str]] = field(default_factory=list)
     driver: str | None = None
 
+    @property
+    def label(self) -> str:
+        """``'2 x NVIDIA H200'``; of one CPU that ranks share: ``'CPU, 2 threads, AMD EPYC, 2 ranks'``."""
+        if str(self.device).startswith("CPU"):
+            return f"{self.device}, {self.count} {'rank' if self.count == 1 else 'ranks'}"
+        return f"{self.count} x {self.device}"
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -102,15 +109,9 @@ class RunRecord:
     def write(self, path: str | Path) -> Path:
         """Write the record to ``path`` whole or not at all, and return the path.
 
-        Raises UsageError (``file-missing``) when the folder does not exist.
+        Raises UsageError (``file-missing``, ``bad-option``) when it cannot be written.
         """
-        target = check_target(path)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(self.to_json())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-        return target
+        return write_file(path, self.to_json())
 
     @classmethod
     def from_json(cls, text: str, source: str = "record") -> RunRecord:
@@ -143,15 +144,42 @@ class RunRecord:
         """Read the record in file ``path``. Raises UsageError (``file-missing``, ``file-unreadable``)."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        except IsADirectoryError:
+            raise UsageError(f"{str(path)!r} is a folder", code="file-missing", fix="name the record in it") from None
+        except (FileNotFoundError, NotADirectoryError):
             raise UsageError(f"there is no file {str(path)!r}", code="file-missing", fix="check the path") from None
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{str(path)!r} cannot be read: {error}", code="file-unreadable", fix="check the file") from None
         return cls.from_json(text, source=repr(str(path)))
 
 
+def write_file(path: str | Path, text: str) -> Path:
+    """Write ``text`` to the file ``path`` whole or not at all, and return the path; an existing file is replaced.
+
+    What is no regular file (``/dev/null``, a pipe) is written to and stays what it is. Raises as :func:`check_target`.
+    """
+    target = check_target(path)
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+            return target
+        place = target.resolve()  # a link stays one
+        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=place.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", newline="") as out:
+                out.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, place)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise _unwritable(target, error) from None
+    return target
+
+
 def check_target(path: str | Path) -> Path:
-    """``path`` as a place where a record can be written. Raises UsageError (``file-missing``, ``bad-option``).
+    """``path`` as a place where a file can be written. Raises UsageError (``file-missing``, ``bad-option``).
 
     Commands ask before they measure, so that no result is lost to a typo.
     """
@@ -160,9 +188,19 @@ def check_target(path: str | Path) -> Path:
         raise UsageError(f"the folder {str(target.parent)!r} does not exist", code="file-missing", fix="create it first")
     if target.is_dir():
         raise UsageError(f"{str(target)!r} is a folder", code="bad-option", fix="give the name of a file")
-    if not os.access(target.parent, os.W_OK):
-        raise UsageError(f"the folder {str(target.parent)!r} cannot be written", code="bad-option", fix="choose another")
+    if not target.exists() or target.is_file():
+        try:  # asking for permission is not enough: root has it even where nothing can be written
+            with tempfile.NamedTemporaryFile(dir=target.resolve().parent, prefix=target.name, suffix=".part"):
+                pass
+        except OSError as error:
+            raise _unwritable(target, error) from None
     return target
+
+
+def _unwritable(target: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"{str(target)!r} cannot be written: {error.strerror}", code="bad-option", fix="name another file, or make room for it"
+    )
 
 
 def _row(row: dict[str, Any]) -> Row:

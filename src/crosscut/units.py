@@ -48,6 +48,11 @@ def format_us(us: float) -> str:
     return f"{us / 1e6:.0f} s"
 
 
+def format_gain(gain: float) -> str:
+    """A ratio of times: ``'1.85x'``; below a tenth with one significant digit, never as zero: ``'0.004x'``."""
+    return f"{gain:.2f}x" if gain >= 0.1 else f"{gain:.1g}x"
+
+
 def gbps(nbytes: float, us: float) -> float:
     """GB/s (1e9 bytes a second) of ``nbytes`` moved in ``us`` microseconds."""
     return nbytes / us / 1e3

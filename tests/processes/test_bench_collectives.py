@@ -98,7 +98,7 @@ def test_the_command_prints_a_table_and_writes_files(tmp_path: Path) -> None:
         (["--sizes", "1K", "-b", "1K"], "were both given"),
         (["--root", "2"], "the root 2 is not one of the 2 ranks"),
         (["--tp", "1"], "one rank has nobody to talk to"),
-        (["--csv", "/nowhere/rows.csv"], "cannot be written"),
+        (["--csv", "/nowhere/rows.csv"], "the folder '/nowhere' does not exist"),
     ],
 )
 def test_a_mistake_is_refused_before_anything_starts(asked: list[str], words: str) -> None:

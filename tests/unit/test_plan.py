@@ -299,6 +299,12 @@ def test_json(tmp_path: Path, cli: Cli) -> None:
     assert found["splits"][1]["weights_bytes"] == list(two.weights)
 
 
+def test_a_gpu_named_twice_is_one_column(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    _, out, _ = cli(str(tmp_path), "--tp", "1", "--gpu", "h200,l4,h200")
+    assert out.count("h200") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "status"),
     [

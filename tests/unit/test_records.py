@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from crosscut.env import settings
 from crosscut.errors import CODES, RankError, UsageError
 from crosscut.hardware import find_gpu
-from crosscut.records import SCHEMA, Hardware, Row, RunRecord, Times, base_versions, now
-from crosscut.units import format_size, format_us, parse_size
+from crosscut.records import SCHEMA, Hardware, Row, RunRecord, Times, base_versions, check_target, now
+from crosscut.units import format_gain, format_size, format_us, parse_size
 
 
 def record(**row: object) -> RunRecord:
@@ -62,10 +63,41 @@ def test_what_is_no_record_is_refused(tmp_path: Path, text: str, words: str) -> 
 def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no file"):
         RunRecord.read(tmp_path / "nope.json")
+    with pytest.raises(UsageError, match="is a folder"):
+        RunRecord.read(tmp_path)
     with pytest.raises(UsageError, match=r"the folder .* does not exist"):
         record().write(tmp_path / "nope" / "r.json")
     with pytest.raises(UsageError, match="is a folder"):
         record().write(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_and_after() -> None:
+    for write in (check_target, record().write):  # the first is asked before a measurement, so that none is lost
+        with pytest.raises(UsageError, match=r"'/proc/r.json' cannot be written: .") as caught:
+            write("/proc/r.json")
+        assert caught.value.code == "bad-option"
+
+
+def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
+    link, pipe = tmp_path / "latest.json", tmp_path / "pipe"
+    link.symlink_to("r.json")
+    record().write(link)
+    assert link.is_symlink()
+    assert RunRecord.read(tmp_path / "r.json") == record()
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        record().write(pipe)
+        assert pipe.is_fifo()
+        assert RunRecord.from_json(os.read(reader, 1 << 16).decode()) == record()
+    finally:
+        os.close(reader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "pipe", "r.json"]
+
+
+def test_hardware_is_named_for_people() -> None:
+    assert Hardware("NVIDIA H200", 2).label == "2 x NVIDIA H200"
+    assert Hardware("CPU, 4 threads, AMD EPYC", 2).label == "CPU, 4 threads, AMD EPYC, 2 ranks", "not two CPUs"
 
 
 @given(st.integers(0, 1 << 40))
@@ -77,6 +109,7 @@ def test_sizes_come_back(nbytes: int) -> None:
 def test_sizes_and_times_as_people_write_them() -> None:
     assert [parse_size(t) for t in ("8K", "64KiB", "1.5MB", "1G")] == [8192, 65536, 1_500_000, 1 << 30]
     assert [format_us(t) for t in (2.9, 18.8, 115.7, 2739, 3e7)] == ["2.9 us", "18.8 us", "116 us", "2.74 ms", "30 s"]
+    assert [format_gain(g) for g in (12.345, 1, 0.1, 0.0949, 0.0043)] == ["12.35x", "1.00x", "0.10x", "0.09x", "0.004x"]
     for bad in ("", "K", "8X", "-1K"):
         with pytest.raises(UsageError, match="is not a size"):
             parse_size(bad)

@@ -165,7 +165,7 @@ def test_a_failed_write_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.
     out = tmp_path / "page.html"
     out.write_text("old", encoding="utf-8")
     source = collectives_record().write(tmp_path / "a.json")
-    monkeypatch.setattr("crosscut.report.html.os.replace", refuse)
+    monkeypatch.setattr("crosscut.records.os.replace", refuse)
     with pytest.raises(UsageError, match=r"page\.html.*cannot be written: Permission denied"):
         write([source], out)
     assert out.read_text(encoding="utf-8") == "old"
@@ -192,6 +192,15 @@ def test_what_a_user_gets_wrong(tmp_path: Path, content: Any, out: str, code: st
     assert caught.value.code == code
     assert caught.value.fix
     assert not (tmp_path / "page.html").exists()
+
+
+def test_a_page_never_replaces_a_record(tmp_path: Path) -> None:
+    sources = [collectives_record().write(tmp_path / name) for name in ("a.json", "b.json")]
+    before = sources[1].read_text(encoding="utf-8")
+    with pytest.raises(UsageError, match=r"would replace the record .*b\.json") as caught:
+        write(sources, tmp_path / "." / "b.json")
+    assert caught.value.code == "bad-option"
+    assert sources[1].read_text(encoding="utf-8") == before
 
 
 @pytest.mark.parametrize("library", ["jinja2", "plotly"])

@@ -110,7 +110,10 @@ def test_several_records_are_told_apart_and_keep_their_colours() -> None:
     drawn = charts(records, labels)
     time, speed = by_key(drawn, "time"), by_key(drawn, "speedup")
     pair = [trace for trace in time.figure.data if trace.name == "crosscut"]
-    assert [trace.legendgrouptitle.text for trace in pair] == labels[:2]
+    assert all(chart.figure.layout.showlegend for chart in drawn), "a single bar is named too"
+    titles = [trace.legendgrouptitle.text.split("<br>") for trace in pair]
+    assert [" ".join(lines) for lines in titles] == labels[:2]
+    assert max(len(line) for lines in titles for line in lines) <= 40, "plotly cuts off what is wider than a phone"
     assert {trace.marker.color for trace in pair} == {COLORS["crosscut"]}
     assert len({trace.marker.pattern.shape for trace in pair}) == 2
     assert len({trace.line.dash for trace in speed.figure.data if trace.name == "crosscut"}) == 2
@@ -227,6 +230,7 @@ def test_pair_matrices() -> None:
     assert bandwidth.z[0][3] == bandwidth.z[3][0] == pytest.approx(60, rel=0.01), "the slow rank shows"
     assert (latency.zmin, latency.zmax) == (0, pytest.approx(6.0, rel=1e-3)), "equal links have equal colours"
     assert both.z[2][1] == both.z[1][2], "an unordered pair fills both cells"
+    assert (latency.text[0][1], bandwidth.text[0][1]) == ("6", "377"), "as in the tables: never 1.38e+3"
 
 
 def test_simulated_steps_are_arrows_between_ranks() -> None:

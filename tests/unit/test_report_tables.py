@@ -186,7 +186,7 @@ def test_axis_names_what_differs() -> None:
 def test_small_helpers() -> None:
     assert [number(value) for value in (1, "2.5", None, "inf", float("nan"), [1], 10**400)] == [1.0, 2.5, *[None] * 5]
     assert [short(value) for value in (0, 0.001, 0.25, 18.84, 99.96, 12345.6)] == [
-        "0.00",
+        "0",
         "<0.01",
         "0.25",
         "18.8",

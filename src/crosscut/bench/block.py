@@ -60,6 +60,10 @@ class BlockConfig(LayerConfig):
                 code="bad-size",
                 fix="hidden must divide into heads of an even width, and the heads into the KV heads",
             )
+        if heads < self.tp:  # before anything is measured, and not when the first rank without a head is built
+            raise UsageError(
+                f"{heads} heads cannot be dealt to {self.tp} ranks", code="bad-size", fix=f"use --tp {heads}, or more --heads"
+            )
         return Sizes(hidden, heads, kv_heads, ffn)
 
 

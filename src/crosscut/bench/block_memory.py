@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from crosscut.bench.memory import peak_bytes, saved_bytes
+from crosscut.bench.memory import out_of_memory, peak_bytes, saved_bytes
 from crosscut.bench.timing import slowest
 from crosscut.bench.verdict import label
 from crosscut.distributed.mesh import Mesh
@@ -202,8 +202,8 @@ def _must_fit(stack: _Stack, mesh: Mesh, limit: int, what: str) -> None:
     try:
         with limited(mesh.device, limit):
             stack.both()
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU allocator has no error of its own
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except RuntimeError as error:
+        if not out_of_memory(error):
             raise
         raise RankError(
             f"rank {mesh.rank} ran out of memory: {what} needs more than {format_size(limit)} beyond its weights",

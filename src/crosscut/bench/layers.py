@@ -15,7 +15,7 @@ from torch import Tensor
 
 from crosscut.bench.calls import Problem, Way
 from crosscut.bench.context import make_record
-from crosscut.bench.memory import peak_bytes, saved_bytes
+from crosscut.bench.memory import out_of_memory, peak_bytes, saved_bytes
 from crosscut.bench.timing import Call, Sampling, pilot, slowest, time_case
 from crosscut.bench.verdict import kept, label, noisy, pays_from, wrong_results
 from crosscut.collectives import all_gather, all_reduce, choice, fast
@@ -67,9 +67,18 @@ def measured(
     started, rows, reasons = now(), list[Row](), list[str]()
     modes, against = possible_modes(config.modes, mesh), _against(config.against, ctx)
     for index, build in enumerate(builders):
-        run = _Run(build(), mesh, modes, against, Sampling(config.seconds), ctx, (index, len(builders)))
-        rows += run.rows(config.backward)
-        reasons += run.reasons() if config.explain else []
+        try:
+            run = _Run(build(), mesh, modes, against, Sampling(config.seconds), ctx, (index, len(builders)))
+            rows += run.rows(config.backward)
+            reasons += run.reasons() if config.explain else []
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise UsageError(
+                f"size {index + 1} of {len(builders)} does not fit into the memory of rank {mesh.rank}",
+                code="bad-shape",
+                fix="choose a smaller size, or a narrower --dtype",
+            ) from None
     wrong = wrong_results(rows)
     notes = _verdicts(rows, modes, mesh, config.backward)
     notes += wrong or [f"All {sum(row.error is not None for row in rows)} results equal the float64 reference to rounding."]
@@ -302,5 +311,6 @@ def _relative_errors(outputs: Sequence[tuple[Tensor, ...]], expected: Sequence[T
     """||out - ref|| / ||ref|| of each output of each call; NaN counts as infinite."""
     for output in outputs:
         for part, reference in zip(output, expected, strict=True):
-            error = float((part.double() - reference).norm() / reference.norm())
-            yield error if error == error else float("inf")
+            off, size = float((part.double() - reference).norm()), float(reference.norm())
+            # a shard may be empty and a gradient exactly zero: there nothing is off, or all of it
+            yield 0.0 if off == 0 else off / size if off == off and size else float("inf")

@@ -9,6 +9,8 @@ from crosscut.errors import UsageError, choose
 from crosscut.units import SHORT_DTYPES
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+MOST = (1 << 31) - 1
+"""The largest size that BLAS libraries count to."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,7 @@ def parse_shape(text: str) -> Shape:
             fix="write TOKENSxIN->OUT ('32x4096->8192'), or TOKENSxHIDDEN->FFN->HIDDEN for the pair, in quotes",
         )
     tokens, first, second = (int(group) for group in match.groups()[:3])
-    if min(tokens, first, second) < 1:
-        raise UsageError(f"the shape {text!r} has a size of 0", code="bad-shape", fix="give sizes of at least 1")
+    _check_range(text, tokens, first, second)
     if match.group(4) is not None and int(match.group(4)) != first:
         raise UsageError(
             f"the pair {text!r} starts with {first} features and ends with {match.group(4)}",
@@ -50,9 +51,14 @@ def parse_sizes(text: str) -> tuple[int, int, int]:
     if match is None:
         raise UsageError(f"the shape {text!r} cannot be read", code="bad-shape", fix="write TOKENSxHIDDENxFFN: 32x4096x14336")
     tokens, hidden, ffn = map(int, match.groups())
-    if min(tokens, hidden, ffn) < 1:
-        raise UsageError(f"the shape {text!r} has a size of 0", code="bad-shape", fix="give sizes of at least 1")
+    _check_range(text, tokens, hidden, ffn)
     return tokens, hidden, ffn
+
+
+def _check_range(text: str, *sizes: int) -> None:
+    if not 1 <= min(sizes) <= max(sizes) <= MOST:
+        wrong = next(size for size in sizes if not 1 <= size <= MOST)
+        raise UsageError(f"the shape {text!r} has a size of {wrong}", code="bad-shape", fix=f"give sizes from 1 to {MOST}")
 
 
 def parse_dtype(text: str) -> str:
@@ -62,16 +68,16 @@ def parse_dtype(text: str) -> str:
 
 
 def parse_list(text: str, what: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """``'a,b'`` as names that are all in ``allowed``. Raises UsageError (``bad-option``)."""
-    return tuple(choose(what, name.strip(), allowed) for name in text.split(",") if name.strip())
+    """``'a,b'`` as names that are all in ``allowed``, each once. Raises UsageError (``bad-option``)."""
+    return tuple(dict.fromkeys(choose(what, name.strip(), allowed) for name in text.split(",") if name.strip()))
 
 
 def parse_counts(text: str, what: str) -> tuple[int, ...]:
-    """``'1,32'`` as whole numbers of at least 1. Raises UsageError (``bad-option``)."""
+    """``'1,32'`` as whole numbers from 1 to 2^31 - 1, each once. Raises UsageError (``bad-option``)."""
     try:
-        counts = tuple(int(part) for part in text.split(","))
+        counts = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         counts = ()
-    if not counts or min(counts) < 1:
+    if not counts or not 1 <= min(counts) <= max(counts) <= MOST:
         raise UsageError(f"{what} {text!r} is not a list of numbers", code="bad-option", fix="write numbers with commas: 1,32")
     return counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from crosscut.records import Row
-from crosscut.units import ROUNDOFF, format_size, format_us
+from crosscut.units import ROUNDOFF, format_gain, format_size, format_us
 
 
 def allowed_error(dtype: str, unsplit: float, world: int) -> float:
@@ -65,7 +65,7 @@ def pays_from(impl: str, mode: str, rows: Sequence[Row], which: str = "forward")
             break
         paying += 1
     best = max(cases, key=lambda case: case[1])
-    top = f"best {best[1]:.2f}x at {best[2]}"
+    top = f"best {format_gain(best[1])} at {best[2]}"
     if best[1] < 1:
         return f"{where} the {impl} split does not pay at any size measured ({top})."
     if paying == 0:
@@ -77,7 +77,7 @@ def pays_from(impl: str, mode: str, rows: Sequence[Row], which: str = "forward")
     worst = min(cases, key=lambda case: case[1])
     return (
         f"{where} the {impl} split pays from {first[2]} on, where one device takes {format_us(first[0])} "
-        f"({top}; below that, as little as {worst[1]:.2f}x)."
+        f"({top}; below that, as little as {format_gain(worst[1])})."
     )
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
+from io import StringIO
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from crosscut.cli.ranks import Backend, Device, Json, Out, Tp, deliver, run_on_ranks
+from crosscut.cli.ranks import Backend, Device, Json, Out, Tp, deliver, refuse, run_on_ranks
 from crosscut.env import settings
 from crosscut.errors import MismatchError, UsageError, choose
-from crosscut.records import check_target
+from crosscut.records import check_target, write_file
 from crosscut.units import SHORT_DTYPES, format_size, parse_size
 
 if TYPE_CHECKING:
@@ -31,7 +33,13 @@ SHORT = {
 }  # fmt: skip
 """nccl-tests' names of dtypes, where they are not torch's."""
 DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "int32", "int64", "uint8", "float8_e4m3fn", "float8_e5m2")
+MEASURING = (
+    "redop", "dtype", "minbytes", "maxbytes", "stepfactor", "sizes", "impl", "mode", "in_place", "root", "pairs", "cold",
+    "seconds", "seed", "algo", "proto", "link", "backend", "device", "csv_file",
+)  # fmt: skip
+"""Parameters that a simulation has no use for."""
 MOST = 1 << 40
+MOST_SIZES = 1000
 FACTOR = 4.0
 
 
@@ -44,10 +52,14 @@ Redop = Annotated[str, typer.Option("--redop", help="Reductions: sum, max, min, 
 Dtype = Annotated[
     str, _option("--dtype", help="bf16, fp32, fp16, fp64, int8, ..., f8e4m3; by default bf16 on GPUs, else fp32.")
 ]
-Begin = Annotated[str | None, _option("-b", "--minbytes", help="The smallest size, as nccl-tests counts it.", metavar="SIZE")]
-End = Annotated[str | None, _option("-e", "--maxbytes", help="The largest size.", metavar="SIZE")]
+Begin = Annotated[
+    str | None, _option("-b", "--minbytes", help="The smallest size, as nccl-tests counts it (1K).", metavar="SIZE")
+]
+End = Annotated[str | None, _option("-e", "--maxbytes", help="The largest size (64M).", metavar="SIZE")]
 Factor = Annotated[float | None, _option("-f", "--stepfactor", help="From size to size times this much (4).", metavar="N")]
-Sizes = Annotated[str | None, _option("--sizes", help="These sizes instead.", metavar="SIZE,...")]
+Sizes = Annotated[
+    str | None, _option("--sizes", help="These sizes; without any of them 1K to 1M (GPUs: 256M).", metavar="SIZE,...")
+]
 Impl = Annotated[str, _option("--impl", help=f"Implementations: {', '.join(IMPLS)}.", metavar="NAME,...")]
 Mode = Annotated[str, _option("--mode", help="eager, graph (CUDA graphs), host (issue, wait; host's clock); with commas.")]
 InPlace = Annotated[bool | None, _option("--in-place/--out-of-place", help="Only this placement of buffers; default: both.")]
@@ -71,6 +83,7 @@ Csv = Annotated[Path | None, _option("--csv", help="Also write the rows to this 
 
 
 def collectives(
+    ctx: typer.Context,
     tp: Tp = 2,
     op: Op = "",
     redop: Redop = "sum",
@@ -106,11 +119,10 @@ def collectives(
     if simulate:
         from crosscut.cli.bench_simulate import simulate as run_by_hand
 
-        ignored = {"--impl": impl, "--mode": mode, "--sizes": sizes, "-b": minbytes, "-e": maxbytes, "--algo": algo}
-        _refuse("--simulate runs an algorithm by hand and takes no", ignored | {"--proto": proto, "--link": link})
+        refuse(ctx, "--simulate runs an algorithm by hand and takes no", *MEASURING)
         run_by_hand(simulate, op or "all_reduce", tp if world is None else world, size or "1M", json, out)
         return
-    _refuse("only --simulate takes", {"--world": world, "--bytes": size})
+    refuse(ctx, "only --simulate takes", "world", "size")
     asked: dict[str, Any] = {
         "ops": names("collective", op, OPS),
         "redops": REDOPS if redop == "all" else names("reduction", redop, REDOPS) or ("sum",),
@@ -124,10 +136,10 @@ def collectives(
         raise UsageError("one rank has nobody to talk to", code="bad-option", fix="ask for at least two: --tp 2")
     if root >= tp:
         raise UsageError(f"the root {root} is not one of the {tp} ranks", code="bad-option", fix=f"use --root 0 to {tp - 1}")
-    if csv_file is not None and (csv_file.is_dir() or not csv_file.parent.is_dir()):
-        raise UsageError(
-            f"--csv {str(csv_file)!r} cannot be written", code="file-missing", fix="name a file in a folder that exists"
-        )
+    if csv_file is not None:
+        check_target(csv_file)
+        if out is not None and out.resolve() == csv_file.resolve():
+            raise UsageError(f"--csv and --out are both {str(out)!r}", code="bad-option", fix="name two files")
     common = {"root": root, "seconds": seconds, "seed": seed}
     record = _measured(tp, asked, common | {"pairs": pairs, "cold": cold}, (algo, proto, link), backend, device, out)
     if "mpi" in asked["impls"]:
@@ -145,13 +157,6 @@ def collectives(
             code="result-differs",
             fix="run it again; if it stays, the link, the driver or the library is broken: please report the record (--json)",
         )
-
-
-def _refuse(why: str, flags: Mapping[str, object]) -> None:
-    """Raise UsageError (``bad-option``) for the flags that were given and would be ignored."""
-    given = [name for name, value in flags.items() if value]
-    if given:
-        raise UsageError(f"{why} {', '.join(given)}", code="bad-option", fix="leave it out")
 
 
 def _measured(
@@ -252,7 +257,14 @@ def read_sizes(begin: str | None, end: str | None, factor: float | None, listed:
             code="bad-option",
             fix="make -e at least as large as -b",
         )
-    return tuple(dict.fromkeys(_steps(low, high, step)))
+    found = tuple(dict.fromkeys(islice(_steps(low, high, step), MOST_SIZES + 1)))
+    if len(found) > MOST_SIZES:
+        raise UsageError(
+            f"-f {step:g} makes more than {MOST_SIZES} sizes from {format_size(low)} to {format_size(high)}",
+            code="bad-option",
+            fix="use a larger factor, such as 2",
+        )
+    return found
 
 
 def _steps(low: int, high: int, step: float) -> Iterator[int]:
@@ -367,7 +379,8 @@ def write_csv(record: RunRecord, path: Path) -> None:
         times = {f"{name}_us": value for name, value in asdict(row.us).items()} if row.us else {}
         flat.append(fields | times | row.extra)
     columns = list(dict.fromkeys(name for row in flat for name in row if any(r.get(name) is not None for r in flat)))
-    with path.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, columns, extrasaction="ignore", restval="")
-        writer.writeheader()
-        writer.writerows(flat)
+    text = StringIO(newline="")
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", restval="")
+    writer.writeheader()
+    writer.writerows(flat)
+    write_file(path, text.getvalue())

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from crosscut.cli.ranks import Backend, Device, Json, Out, Tp, deliver, run_on_ranks
-from crosscut.errors import MismatchError, UsageError, choose
+from crosscut.cli.ranks import Backend, Device, Json, Out, Tp, deliver, refuse, run_on_ranks
+from crosscut.errors import MismatchError, choose
 
 if TYPE_CHECKING:
     from crosscut.records import RunRecord
@@ -22,7 +22,7 @@ def _option(flag: str, help: str, **more: Any) -> Any:
 
 
 Shapes = Annotated[list[str] | None, _option("--shape", "A size, or a pair TxH->F->H. Repeatable.", metavar="TxI->O")]
-Dtype = Annotated[str, _option("--dtype", "float32, bfloat16, float16, float64; auto: bfloat16 on GPUs.")]
+Dtype = Annotated[str, _option("--dtype", "float32, bfloat16, float16, float64; auto: bfloat16 on GPUs, else float32.")]
 Mode = Annotated[str, _option("--mode", "eager, graph (CUDA graphs) or eager,graph; auto: all that can run.")]
 Split = Annotated[str, _option("--split", "column (output features, gathered) or row (input features, summed).")]
 Against = Annotated[str, _option("--against", "More peers beside the plain split: nccl, gloo, dtensor.", metavar="NAME,...")]
@@ -34,7 +34,7 @@ Inputs = Annotated[str, _option("--inputs", "With --from: embedding (of the text
 Text = Annotated[str | None, _option("--text", "With --from: the text file; else a sample.", metavar="FILE")]
 Tokens = Annotated[str, _option("--tokens", "With --from: how many tokens, several with commas.")]
 Seconds = Annotated[float, _option("--seconds", "How long each case is sampled.", min=0.01)]
-Seed = Annotated[int, _option("--seed", "Seed of the random inputs and weights.")]
+Seed = Annotated[int, _option("--seed", "Seed of the random inputs and weights.", min=0, max=1 << 20)]
 Explain = Annotated[bool, typer.Option("--explain", help="Say what carries each shape's collective, and why.")]
 Backward = Annotated[bool, typer.Option("--backward/--no-backward", help="Also forward and backward together, as in training.")]
 
@@ -66,6 +66,7 @@ Limit = Annotated[
 
 
 def linear(
+    ctx: typer.Context,
     tp: Tp = 2,
     shape: Shapes = None,
     dtype: Dtype = "auto",
@@ -93,6 +94,10 @@ def linear(
 
     for one in shape or ():
         parse_shape(one)
+    if source is None:
+        refuse(ctx, "only --from takes", "inputs", "text", "tokens")
+    else:
+        refuse(ctx, "--from takes the layer from a checkpoint, and no", "shape")
     choose("split", split, ("column", "row"))
     choose("inputs", inputs, ("embedding", "hidden"))
     own: dict[str, Any] = {
@@ -109,7 +114,7 @@ def linear(
         check_source(source)
     from crosscut.bench.linear import LinearConfig, run
 
-    _measure(run, LinearConfig(**common, **own, shapes=tuple(shape or ())), backend, device, json, out)
+    _measure(run, LinearConfig(**common, **own, shapes=tuple(dict.fromkeys(shape or ()))), backend, device, json, out)
 
 
 def mlp(
@@ -145,10 +150,18 @@ def mlp(
     common = _common(tp, dtype, mode, against, seconds, seed, backward, explain)
     from crosscut.bench.mlp import MLPConfig, run
 
-    _measure(run, MLPConfig(**common, shapes=tuple(shape or ()), gated=gated, activation=used), backend, device, json, out)
+    _measure(
+        run,
+        MLPConfig(**common, shapes=tuple(dict.fromkeys(shape or ())), gated=gated, activation=used),
+        backend,
+        device,
+        json,
+        out,
+    )
 
 
 def block(
+    ctx: typer.Context,
     tp: Tp = 2,
     tokens: BlockTokens = "",
     batch: Batch = 1,
@@ -188,10 +201,11 @@ def block(
     own |= {"tokens": parse_counts(tokens, "--tokens") if tokens else None, "memory": memory, "layers": layers}
     own["limit"] = None if limit is None else parse_size(limit)
     if memory:
-        _refuse("--memory measures a layer with as many KV heads as heads and an MLP of 4 x hidden: it takes no",
-                {"--kv-heads": kv_heads, "--ffn": ffn})  # fmt: skip
+        refuse(ctx, "--memory measures a layer with as many KV heads as heads and an MLP of 4 x hidden: it takes no",
+               "kv_heads", "ffn")  # fmt: skip
+        refuse(ctx, "--memory counts bytes, not time: it takes no", "mode", "backward", "seconds", "explain")
     else:
-        _refuse("only --memory takes", {"--limit": limit, "--(no-)sequence-parallel": sequence_parallel})
+        refuse(ctx, "only --memory takes", "sequence_parallel", "layers", "limit")
     from crosscut.bench.block import BlockConfig, run
 
     forms = (False, True) if sequence_parallel is None else (sequence_parallel,)
@@ -208,12 +222,6 @@ def _common(
     peers = parse_list(against, "peer", ("nccl", "gloo", "dtensor"))
     given = {"tp": tp, "dtype": parse_dtype(dtype), "modes": modes, "against": peers}
     return given | {"seconds": seconds, "seed": seed, "backward": backward, "explain": explain}
-
-
-def _refuse(why: str, given: dict[str, object]) -> None:
-    found = [flag for flag, value in given.items() if value is not None]
-    if found:
-        raise UsageError(f"{why} {', '.join(found)}", code="bad-option", fix=f"leave {' and '.join(found)} out")
 
 
 def _measure(run: Callable[..., RunRecord], config: Any, backend: str, device: str, json: bool, out: Path | None) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+from typing import NoReturn
 
 import typer
 from rich.console import Console
@@ -13,8 +16,11 @@ from crosscut.cli.plan import plan
 from crosscut.cli.report import report
 from crosscut.cli.tune import tune
 from crosscut.env import quiet_torch, rank_env, settings
-from crosscut.errors import CrosscutError
+from crosscut.errors import CrosscutError, RankError, UsageError
 from crosscut.version import __version__
+
+TYPER_INTERRUPTED = 130
+"""The exit code that typer makes of a KeyboardInterrupt."""
 
 app = typer.Typer(
     name="crosscut",
@@ -50,11 +56,27 @@ def main() -> None:
         tell(error)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        Console(stderr=True).print("[bold red]stopped[/] by Ctrl-C")
-        sys.exit(1)
+        _stopped()
+    except SystemExit as ended:
+        if ended.code != TYPER_INTERRUPTED:
+            raise
+        _stopped()
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered would fail once more at exit
+        tell(UsageError(f"the output cannot be written: {error.strerror}", code="bad-option", fix="make room for it"))
+        sys.exit(UsageError.exit_code)
+
+
+def _stopped() -> NoReturn:
+    """The end by Ctrl-C of what has no ranks, with the words and the exit code of what has."""
+    error = RankError("the run was ended by SIGINT", code="interrupted")
+    tell(error)
+    sys.exit(error.exit_code)
 
 
 def tell(error: CrosscutError) -> None:

@@ -22,7 +22,9 @@ SHOWN = ("h200", "h100-80", "l40s", "4090")
 """GPUs shown when none is asked for."""
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A Hugging Face directory: config.json, and weights if any.")]
-Tp = Annotated[str | None, typer.Option("--tp", help="Numbers of ranks, as 1,2,4,8. By default the even ones up to 8.")]
+Tp = Annotated[
+    str | None, typer.Option("--tp", help="Numbers of ranks, as 1,2,4,8. By default those up to 8 that divide evenly.")
+]
 Gpus = Annotated[str | None, typer.Option("--gpu", help="GPUs that it must fit on, as h200,h100-80,a100-40,l40s,l4,4090.")]
 Uneven = Annotated[bool, typer.Option("--uneven", help="Allow ranks with unequal numbers of heads.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="Load in bfloat16, float16 or float32. By default as stored.")]
@@ -78,7 +80,8 @@ def _tps(text: str | None) -> list[int]:
 def _gpus(text: str | None) -> list[Gpu]:
     from crosscut.hardware import named_gpu
 
-    return [named_gpu(key.strip()) for key in (text.split(",") if text is not None else SHOWN)]
+    keys = text.split(",") if text is not None else SHOWN
+    return list(dict.fromkeys(named_gpu(key.strip()) for key in keys))
 
 
 def _room(model: Model, split: Split, gpu: Gpu, reserve: int) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from crosscut.env import settings
-from crosscut.errors import choose
+from crosscut.errors import UsageError, choose
 from crosscut.records import check_target
 
 if TYPE_CHECKING:
@@ -26,6 +26,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print the record (JSON) inst
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Also write the record to this file.", show_default=False)]
 
 QUIET_SECONDS = 3.0
+
+
+def refuse(ctx: typer.Context, why: str, *unused: str) -> None:
+    """Raise UsageError (``bad-option``) for those of the parameters ``unused`` that were typed and would be ignored."""
+    typed = []
+    for parameter in ctx.command.params:
+        source = ctx.get_parameter_source(parameter.name or "")
+        if parameter.name in unused and source is not None and source.name == "COMMANDLINE":
+            off = ctx.params[parameter.name] is False and parameter.secondary_opts
+            typed.append((parameter.secondary_opts if off else parameter.opts)[0])
+    if typed:
+        raise UsageError(f"{why} {', '.join(typed)}", code="bad-option", fix=f"leave {' and '.join(typed)} out")
 
 
 def run_on_ranks(fn: Callable[..., T], config: Any, tp: int, backend: str, device: str, out: Path | None = None) -> T | None:

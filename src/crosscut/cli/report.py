@@ -15,7 +15,11 @@ from crosscut.errors import UsageError
 
 Files = Annotated[
     list[Path],
-    typer.Argument(help="Records that crosscut commands wrote; several are drawn side by side.", show_default=False),
+    typer.Argument(
+        metavar="RECORD.json...",
+        help="Records that crosscut commands wrote; several are drawn side by side.",
+        show_default=False,
+    ),
 ]
 Out = Annotated[
     Path | None,

@@ -8,14 +8,12 @@ opened on a machine without a network. Everything that comes from a record is es
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from crosscut.errors import UsageError
-from crosscut.records import RunRecord
+from crosscut.records import RunRecord, check_target, write_file
 from crosscut.report import tables
 from crosscut.report.compare import compare_records, comparison_sheet, sentences
 
@@ -65,10 +63,9 @@ def title(records: Sequence[RunRecord]) -> str:
         return f"{len(records)} crosscut records side by side"
     subjects = list(dict.fromkeys(row.subject for row in records[0].rows if row.subject not in ("fit", "crossover", "verdict")))
     layers = [subject for subject in subjects if subject in tables.LAYERS]
-    hardware = records[0].hardware
     named = layers or subjects
     more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
-    return f"{', '.join(named[:MOST_NAMED]) or 'no rows'}{more} on {hardware.count} x {hardware.device}"
+    return f"{', '.join(named[:MOST_NAMED]) or 'no rows'}{more} on {records[0].hardware.label}"
 
 
 def facts(record: RunRecord) -> list[tuple[str, str]]:
@@ -78,7 +75,7 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
     pairs = [
         ("Command", record.command),
         ("Settings", ", ".join(chosen)),
-        ("Hardware", f"{hardware.count} x {hardware.device}"),
+        ("Hardware", hardware.label),
         ("Driver", hardware.driver),
         ("Versions", ", ".join(f"{name} {version}" for name, version in record.versions.items())),
         ("Commit", record.commit),
@@ -131,41 +128,24 @@ def write(paths: Sequence[Path], out: Path) -> Path:
     """Read the records in ``paths``, write their page to ``out`` whole or not at all, and return ``out``.
 
     Raises UsageError: ``file-missing`` (a record, or the folder of ``out``), ``file-unreadable`` (not a record),
-    ``bad-option`` (``out`` is a folder or cannot be written, no record given), ``extra-missing``.
+    ``bad-option`` (``out`` is a folder, one of the records or cannot be written; no record given), ``extra-missing``.
     """
     if not paths:
         raise UsageError("no record was given", code="bad-option", fix="name a file that a crosscut command wrote")
-    if not out.parent.is_dir():
-        raise UsageError(f"the folder {str(out.parent)!r} does not exist", code="file-missing", fix="create it first")
-    if out.is_dir():
-        raise UsageError(f"{str(out)!r} is a folder", code="bad-option", fix="give the name of a file")
-    page = render(*load(paths))
-    try:
-        _replace(out, page)
-    except OSError as error:
+    check_target(out)
+    if out.exists() and any(path.exists() and path.samefile(out) for path in paths):
         raise UsageError(
-            f"{str(out)!r} cannot be written: {error.strerror}", code="bad-option", fix="choose another file with --out"
-        ) from None
-    return out
+            f"the page would replace the record {str(out)!r}",
+            code="bad-option",
+            fix="give --out another name, as page.html",
+        )
+    return write_file(out, render(*load(paths)))
 
 
 def load(paths: Sequence[Path]) -> tuple[list[RunRecord], list[str]]:
     """The records in ``paths`` with a label for each. Raises UsageError (``file-missing``, ``file-unreadable``)."""
     records = [_read(path) for path in paths]
     return records, _labels(records, paths)
-
-
-def _replace(out: Path, page: str) -> None:
-    """Write a neighbour of ``out`` and move it over ``out``; nothing is left behind on failure."""
-    handle, temporary = tempfile.mkstemp(dir=out.parent, prefix=out.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(page)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, out)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _labels(records: Sequence[RunRecord], paths: Sequence[Path]) -> list[str]:

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from crosscut.records import Row, RunRecord
 from crosscut.report.canvas import PALETTE, Chart, plain, slug
-from crosscut.report.sheets import number, p50
+from crosscut.report.sheets import number, p50, short
 from crosscut.report.summary import messages
 from crosscut.units import format_size
 
@@ -76,6 +76,7 @@ def _heat(rows: list[Row], mirrored: bool, read: Callable[[Row], float | None], 
         "x": names,
         "y": names,
         "z": [[cells.get((src, dst)) for dst in ranks] for src in ranks],
+        "text": [[short(cells[src, dst]) if (src, dst) in cells else "" for dst in ranks] for src in ranks],
         "zmin": 0,
         "zmax": max(cells.values()),
         "colorscale": "Cividis",
@@ -83,10 +84,10 @@ def _heat(rows: list[Row], mirrored: bool, read: Callable[[Row], float | None], 
         "xgap": 2,
         "ygap": 2,
         "hoverongaps": False,
-        "hovertemplate": f"%{{y}} to %{{x}}: %{{z:.3g}} {unit}<extra></extra>",
+        "hovertemplate": f"%{{y}} to %{{x}}: %{{text}} {unit}<extra></extra>",
     }
     if len(ranks) <= MOST_NUMBERS:
-        trace["texttemplate"] = "%{z:.3g}"
+        trace["texttemplate"] = "%{text}"
     axis = {"type": "category", "automargin": True, "showgrid": False}
     layout = {
         "template": {},

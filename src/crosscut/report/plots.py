@@ -8,6 +8,7 @@ that no chart relies on colour alone.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -187,7 +188,12 @@ def _legend(series: Series, shown: dict[Series, Any], labels: Sequence[str]) -> 
     name = plain(", ".join(filter(None, parts)))
     if len(labels) < 2:
         return {"name": name, "legendgroup": name}
-    return {"name": name, "legendgroup": str(series.record), "legendgrouptitle": {"text": plain(labels[series.record])}}
+    return {"name": name, "legendgroup": str(series.record), "legendgrouptitle": {"text": _wrapped(labels[series.record])}}
+
+
+def _wrapped(label: str) -> str:
+    """A record's label in lines that fit into a chart on a phone; plotly cuts off what does not."""
+    return "<br>".join(plain(line) for line in textwrap.wrap(label, 40))
 
 
 def _layout(kind: Kind, axis: Axis, points: list[Point]) -> dict[str, Any]:
@@ -195,6 +201,7 @@ def _layout(kind: Kind, axis: Axis, points: list[Point]) -> dict[str, Any]:
     return {
         "template": {},
         "barmode": "group",
+        "showlegend": True,
         "margin": {"l": 56, "r": 12, "t": 12, "b": 40},
         "legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom", "maxheight": 2000},
         "xaxis": size_axis(_sizes(points)) if points[0].family == "size" else _shape_axis(axis, points),
@@ -208,9 +215,10 @@ def _sizes(points: list[Point]) -> list[int]:
 
 def _height(figure: go.Figure) -> int:
     """Pixels: enough for the legend of several records, which lists the traces of each below its label."""
-    titled = {trace.legendgroup for trace in figure.data if trace.legendgrouptitle.text}
+    titles = {trace.legendgroup: trace.legendgrouptitle.text for trace in figure.data if trace.legendgrouptitle.text}
     named = [trace for trace in figure.data if trace.showlegend is not False]
-    return 400 + (22 * (len(named) + len(titled)) if titled else 0)
+    lines = sum(1 + title.count("<br>") for title in titles.values())
+    return 400 + (22 * (len(named) + lines) if titles else 0)
 
 
 def _percent_axis(kind: Kind, points: list[Point]) -> dict[str, Any]:

@@ -61,7 +61,9 @@ def p50(row: Row | None) -> float | None:
 
 
 def short(value: float) -> str:
-    """A time or a rate in at most three digits, without an exponent: ``'0.25'``, ``'18.8'``, ``'1234'``, ``'<0.01'``."""
+    """A time or a rate in three digits, without an exponent: ``'0.25'``, ``'18.8'``, ``'1234'``, ``'<0.01'``, ``'0'``."""
+    if value == 0:
+        return "0"
     if 0 < value < 0.005:
         return "<0.01"
     return f"{value:.2f}" if abs(value) < 1 else f"{value:.3g}" if abs(value) < 99.95 else f"{value:.0f}"

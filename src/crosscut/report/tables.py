@@ -33,6 +33,7 @@ from crosscut.report.sheets import (
     words,
 )
 from crosscut.report.summary import DERIVED, summary_sheets
+from crosscut.units import format_gain
 
 BOTH = "forward+backward"
 """The pass of a row, where it is not the forward alone."""
@@ -186,7 +187,7 @@ def _time(line: Line, impl: str) -> Cell:
     if row is None:
         return Cell(MISSING)
     gain, time = speedup(row, line), p50(row)
-    return Cell(MISSING if time is None else short(time), time, MISSING if gain is None else f"{gain:.2f}x")
+    return Cell(MISSING if time is None else short(time), time, MISSING if gain is None else format_gain(gain))
 
 
 def _crosscut_cells(line: Line) -> list[Cell]:
@@ -284,9 +285,8 @@ def sheets(record: RunRecord) -> list[Sheet]:
 
 
 def label(record: RunRecord) -> str:
-    """``'NVIDIA H200 x 2, 1a2b3c4d5e6f, 2026-01-02T03:04:05+00:00'``: what tells a record from others."""
-    hardware = record.hardware
-    return ", ".join(filter(None, (f"{hardware.device} x {hardware.count}", record.commit, record.started)))
+    """``'2 x NVIDIA H200, 1a2b3c4d5e6f, 2026-01-02T03:04:05+00:00'``: what tells a record from others."""
+    return ", ".join(filter(None, (record.hardware.label, record.commit, record.started)))
 
 
 def table(record: RunRecord) -> RenderableType:
