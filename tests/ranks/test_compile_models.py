@@ -37,9 +37,8 @@ def trained(call: Any, model: Any, name: str) -> list[Tensor]:
     return [logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("name", ["llama-10q2kv", "gpt2"])
-def test_a_split_model_is_one_graph_and_trains_as_eager(name: str, on_ranks: OnRanks) -> None:
-    """With KV heads that two ranks hold; with transposed and packed weights."""
+def test_a_split_model_is_one_graph_and_trains_as_eager(on_ranks: OnRanks) -> None:
+    name = "gpt2"  # transposed and packed weights
 
     def body(mesh: Mesh) -> list[list[Tensor]]:
         model = cc.parallelize(zoo.model(name), mesh)
