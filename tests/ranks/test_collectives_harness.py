@@ -126,7 +126,11 @@ def test_a_planted_slow_rank_is_named(on_ranks: OnRanks) -> None:
     assert len(named) == 1
     assert named[0].startswith("Rank 1 is ")
     assert "in all_gather (threaded)" in named[0]
-    assert all(2 < row.extra["ranks_us"][1] / row.extra["ranks_us"][0] < 4 for row in timed(record))
+    for row in timed(record):  # a busy machine sleeps longer than it was told to, never shorter
+        quick, slow, other = row.extra["ranks_us"]
+        assert min(quick, other) >= 4000
+        assert slow >= 12000
+        assert slow > max(quick, other)
 
 
 def test_a_rank_that_comes_late_is_named_though_all_wait_for_it(on_ranks: OnRanks) -> None:
