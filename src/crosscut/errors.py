@@ -21,6 +21,7 @@ CODES: dict[str, str] = {
     "tp-mismatch": "the world that was joined cannot be divided into groups of the size asked for",
     "bad-shape": "a shape that cannot be read or cannot work",
     "bad-dtype": "a dtype that is unknown, or that the device or backend cannot do",
+    "bad-device": "a tensor on another GPU than the one that its rank works on",
     "bad-option": "an option whose value is not one of the allowed ones",
     "bad-env": "an environment variable whose name or value is wrong",
     "bad-size": "a layer size, axis or dim that cannot work",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from crosscut import collectives as cc
 from crosscut.collectives import fast
 from crosscut.collectives.select import Table
-from crosscut.distributed.mesh import Mesh
+from crosscut.distributed.mesh import Group, Mesh
 from crosscut.errors import CollectiveTimeout, UsageError
 from crosscut.sharding import shard_sizes
 
@@ -242,12 +243,94 @@ def test_a_barrier_does_not_pass_when_a_wait_ran_out(on_ranks: OnRanks) -> None:
 
     def body(mesh: Mesh) -> None:
         cc.barrier(mesh.tp)
-        workspace = SimpleNamespace(workspace=SimpleNamespace(check=check), is_aside=False)
-        mesh.tp.cache["fast"] = SimpleNamespace(exchange=workspace)
+        workspace = SimpleNamespace(workspace=SimpleNamespace(check=check), is_aside=False, device=torch.device("cuda", 0))
+        mesh.tp.cache["fast"] = fast.Fast(workspace, Table({}, "a test"))
         with pytest.raises(CollectiveTimeout, match="nothing came from rank 1"):
             cc.barrier(mesh.tp)
 
     on_ranks(2, body)
+
+
+class OneWay:
+    """A stand-in for the kernels on CPU ranks: flat, even, contiguous, as theirs, and it counts what it carries."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.carried, self.is_aside = replace(group, cache={"fast": None}), 0, False
+        self.device = SimpleNamespace(index=-1)  # what get_device() says of a tensor in host memory
+
+    def most(self, op: str, algorithm: str) -> int:
+        return 1 << 20
+
+    def aside(self, body: Callable[[], Tensor | None], x: Tensor) -> tuple[Tensor, Any] | None:
+        result = body()
+        return None if result is None else (result, SimpleNamespace(wait=lambda: None))
+
+    def filled(self, out: Tensor, result: Tensor) -> Tensor:
+        self.carried += 1
+        assert out.is_contiguous()
+        out.view(-1).copy_(result.reshape(-1))
+        return out
+
+    def reduction(self, dtype: torch.dtype, nbytes: int, op: str, algorithm: str) -> Any:
+        return SimpleNamespace(op=op)
+
+    def reduce(self, launch: Any, x: Tensor, out: Tensor) -> None:
+        self.filled(out, cc.all_reduce(x, self.group, launch.op))
+
+    def all_gather(self, x: Tensor, out: Tensor, algorithm: str, row: int | None = None) -> Tensor:
+        rows = 1 if row is None else x.nbytes // row
+        return self.filled(out, cc.all_gather(x.reshape(rows, -1), self.group, 1))
+
+    def reduce_scatter(self, x: Tensor, out: Tensor, op: str, algorithm: str, row: int | None = None) -> Tensor:
+        rows = 1 if row is None else out.nbytes // row
+        return self.filled(out, cc.reduce_scatter(x.reshape(rows, -1), self.group, 1, op))
+
+    def broadcast(self, x: Tensor, out: Tensor, src: int, algorithm: str) -> Tensor:
+        return self.filled(out, cc.broadcast(x, self.group, src))
+
+    def all_to_all(self, x: Tensor, out: Tensor, algorithm: str) -> Tensor:
+        return self.filled(out, cc.all_to_all(x.flatten(), self.group))
+
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+SCATTERED: dict[str, Callable[[Group], tuple[str, Tensor, tuple[Any, ...]]]] = {
+    "all_reduce of a transposed tensor": lambda g: ("all_reduce", data(g.rank, 5, 3).t(), ("max",)),
+    "all_reduce of one that only one rank holds transposed": lambda g: (
+        "all_reduce", data(g.rank, 3, 5).t().contiguous().t() if g.rank else data(g.rank, 3, 5), ("sum",)
+    ),
+    "all_reduce of negated numbers": lambda g: ("all_reduce", torch._neg_view(data(g.rank, 6)), ("sum",)),
+    "all_gather of uneven vocabularies": lambda g: (
+        "all_gather", data(g.rank, 2, shard_sizes(101, g.size)[g.rank]), (-1, shard_sizes(101, g.size))
+    ),
+    "all_gather of rows of odd bytes": lambda g: ("all_gather", data(g.rank, 2, 3), (1,)),
+    "all_gather along the middle": lambda g: ("all_gather", data(g.rank, 2, 3, 5), (1,)),
+    "reduce_scatter of uneven tokens": lambda g: ("reduce_scatter", data(g.rank, 7, 4), (0, "sum", shard_sizes(7, g.size))),
+    "reduce_scatter along the last": lambda g: ("reduce_scatter", data(g.rank, 2, 3 * g.size), (1, "sum")),
+    "broadcast of a transposed tensor": lambda g: ("broadcast", data(g.rank, 5, 3).t(), (1,)),
+    "all_to_all between dims": lambda g: ("all_to_all", data(g.rank, 2, 3 * g.size), (1, 0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SCATTERED)
+@pytest.mark.parametrize("started", [False, True])
+def test_the_kernels_get_scattered_and_uneven_tensors_laid_out(
+    on_ranks: OnRanks, case: str, started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fast, "_new", None)  # makes memory on a GPU
+    table = Table(dict.fromkeys(OPS, ((1 << 20, "lanes"),)), "a test")
+
+    def body(mesh: Mesh) -> tuple[int, Tensor, Tensor]:
+        op, x, args = SCATTERED[case](mesh.tp)
+        collective = getattr(cc, op)
+        expected = collective(x, mesh.tp, *args)
+        exchange = OneWay(mesh.tp)
+        mesh.tp.cache["fast"] = fast.Fast(cast(Any, exchange), table)
+        got = collective.start(x, mesh.tp, *args).wait() if started else collective(x, mesh.tp, *args)
+        return exchange.carried, got, expected
+
+    for carried, got, expected in on_ranks(3, body):
+        assert carried == 1
+        assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from crosscut.collectives.checks import checked_place
 from crosscut.collectives.fast import aside
 from crosscut.distributed.mesh import Group
 
@@ -27,7 +28,8 @@ class Plan:
     """One collective, ready to be issued.
 
     ``issue(send, receive, async_op)`` hands contiguous buffers to the library and returns its work handle; ``receive``
-    is ``send`` itself when ``target`` is None (in place). ``finish`` shapes the result when the work is done.
+    is ``send`` itself when ``target`` is None (in place). ``kernels(send, group, receive)`` hands them to crosscut's kernels
+    instead and returns ``receive``, or None where those do not serve. ``finish`` shapes the result when the work is done.
     ``issue`` None: nothing travels.
     """
 
@@ -37,6 +39,7 @@ class Plan:
     issue: Callable[[Tensor, Tensor, bool], dist.Work | None] | None = None
     target: Tensor | None = None
     detail: str = ""
+    kernels: Callable[[Tensor, Group, Tensor], Tensor | None] | None = None
 
 
 class Work(Protocol):
@@ -71,8 +74,9 @@ class Pending:
 class Collective(Generic[P]):
     """A collective operation: call it for the result, or ``start`` it for a :class:`Pending`.
 
-    ``fast`` is tried first: it gives the result, or None to leave the operation to the plan. ``traced`` is what a call is
-    while ``torch.compile`` traces it (compiled.py); None where the operation cannot be traced.
+    ``fast``, the kernels on a tensor as it lies, is tried first: it gives the result, or None to leave the operation to the
+    plan, which lays uneven and scattered tensors out first and goes by the kernels, NCCL or gloo then. ``traced`` is what a
+    call is while ``torch.compile`` traces it (compiled.py); None where the operation cannot be traced.
     """
 
     def __init__(
@@ -153,6 +157,13 @@ def _issue(plan: Plan, async_op: bool) -> Pending:
         return Pending(None, plan.finish, ())
     source, target, finish = plan.source, plan.target, plan.finish
     send, receive = source, source if target is None else target
+    checked_place(source, plan.group)
+    if plan.kernels is not None:
+        if not async_op:
+            if plan.kernels(send, plan.group, receive) is not None:
+                return Pending(None, finish, ())
+        elif (begun := aside(plan.kernels, send, plan.group, (receive,), {})) is not None:
+            return Pending(begun[1], finish, ())
     if plan.group.backend == "gloo" and source.device.type != "cpu":  # gloo's ranks meet in host memory
         send, receive, finish = _through_host(source, target, finish)
     return Pending(plan.issue(send, receive, async_op), finish, (send, receive))

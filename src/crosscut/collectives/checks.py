@@ -50,6 +50,16 @@ def checked_parts(total: int, group: Group, sizes: Sequence[int] | None) -> list
     return list(sizes)
 
 
+def checked_place(x: Tensor, group: Group) -> None:
+    """Refuse a tensor on another GPU than the group's: each rank has one. Raises UsageError (``bad-device``)."""
+    if x.is_cuda and group.device.type == "cuda" and x.device != group.device:
+        raise UsageError(
+            f"a tensor on {x.device}, and rank {group.rank} of group {group.axis} works on {group.device}",
+            code="bad-device",
+            fix=f'move it with .to("{group.device}"), or make the mesh after torch.cuda.set_device({x.device.index})',
+        )
+
+
 def checked_out(x: Tensor, out: Tensor | None) -> None:
     """Refuse an ``out`` that is not like ``x``: a result would be broadcast into it, or cut to whole numbers, without a word.
 

@@ -1,7 +1,8 @@
 """The way to crosscut's own kernels: built once a group, then a few microseconds of Python a call.
 
-Each function here gives the result, or None when the general way (NCCL, gloo) must take the call. All ranks decide alike,
-because all see the same shapes, the same table and the same agreement on whether the kernels can run.
+Each function here gives the result, or None when the general way must take the call: that lays scattered and uneven tensors
+out, asks the kernels again (``..._into``), and goes to NCCL or gloo then. All ranks decide alike, because all see the same
+shapes, the same table and the same agreement on whether the kernels can run.
 """
 
 from __future__ import annotations
@@ -52,9 +53,16 @@ class Fast:
 
     def __init__(self, exchange: Exchange, table: Table) -> None:
         self.exchange, self.table = exchange, table
+        self._place = exchange.device.index
         self._known: dict[tuple[str, int, int], str | None] = {}
         self.reductions: dict[tuple[torch.dtype, torch.Size, str], Reduction | None] = {}
         """All-reduces of contiguous tensors seen so far, by dtype, shape and op; None is for NCCL."""
+
+    def plain(self, x: Tensor, other: Tensor | None = None) -> bool:
+        """Whether the kernels can take ``x`` as it lies, and write ``other``, which must be like it."""
+        if x.get_device() != self._place or not x.is_contiguous() or x.is_conj() or x.is_neg():  # torch negates lazily
+            return False
+        return other is None or other is x or (self.plain(other) and other.shape == x.shape and other.dtype == x.dtype)
 
     def reduction(self, x: Tensor, op: str) -> Reduction | None:
         """The entry of ``reductions`` for the first all-reduce of its kind."""
@@ -74,6 +82,8 @@ class Fast:
         """The algorithm for a tensor of ``nbytes`` with parts of ``part``; None when NCCL serves better."""
         key = (op, nbytes, part)
         if key not in self._known:
+            if len(self._known) >= MOST_PREPARED:
+                self._known.clear()
             found = self.table.algorithm(op, nbytes)
             serves = found is not None and 0 < part <= self.exchange.most(op, found)
             self._known[key] = found if serves else None
@@ -232,7 +242,7 @@ def aside(
 def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = None) -> Tensor | None:
     """As functional.all_reduce, where the kernels serve; and over NCCL in place, the hottest call of tensor parallelism."""
     found = group.cache.get(_KEY) or fast(group)
-    if found is not None and x.is_cuda and x.is_contiguous() and not x.is_neg() and (out is None or out is x or _plain(x, out)):
+    if found is not None and found.plain(x, out):
         key = (x.dtype, x.shape, op)
         ready = found.reductions[key] if key in found.reductions else found.reduction(x, op)
         if ready is not None:
@@ -259,7 +269,7 @@ def _nccl_in_place(x: Tensor, group: Group) -> Tensor | None:
 def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor | None:
     """As functional.all_gather, for even sizes along the first or the last dim."""
     found = fast(group)
-    if found is None or not _plain(x) or not -x.dim() <= dim < x.dim() or not _even(sizes, x.shape[dim], group):
+    if found is None or not found.plain(x) or not -x.dim() <= dim < x.dim() or not _even(sizes, x.shape[dim], group):
         return None
     row = _row(x, dim)
     algorithm = found.algorithm("all_gather", x.nbytes * group.size, x.nbytes)
@@ -270,10 +280,19 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | Non
     return found.exchange.all_gather(x, torch.empty(shape, dtype=x.dtype, device=x.device), algorithm, row)
 
 
+def all_gather_into(x: Tensor, group: Group, out: Tensor) -> Tensor | None:
+    """``out`` = all ranks' ``x`` one after the other; both contiguous."""
+    found = fast(group)
+    if found is None or not found.plain(x):
+        return None
+    algorithm = found.algorithm("all_gather", out.nbytes, x.nbytes)
+    return None if algorithm is None else found.exchange.all_gather(x, out, algorithm)
+
+
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes: Sequence[int] | None = None) -> Tensor | None:
     """As functional.reduce_scatter, for even sizes along the first or the last dim."""
     found = fast(group)
-    if found is None or x.dtype not in TYPES or op not in REDUCTIONS or not _plain(x) or not -x.dim() <= dim < x.dim():
+    if found is None or x.dtype not in TYPES or op not in REDUCTIONS or not found.plain(x) or not -x.dim() <= dim < x.dim():
         return None
     if x.shape[dim] % group.size or not _even(sizes, x.shape[dim] // group.size, group):
         return None
@@ -287,10 +306,19 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes
     return found.exchange.reduce_scatter(x, out, op, algorithm, row)
 
 
+def reduce_scatter_into(x: Tensor, group: Group, out: Tensor, op: str) -> Tensor | None:
+    """``out`` = this rank's part of the reduction of all ranks' ``x``, parts one after the other; both contiguous."""
+    found = fast(group)
+    if found is None or x.dtype not in TYPES or op not in REDUCTIONS or not found.plain(x):
+        return None
+    algorithm = found.algorithm("reduce_scatter", x.nbytes, out.nbytes)
+    return None if algorithm is None else found.exchange.reduce_scatter(x, out, op, algorithm)
+
+
 def broadcast(x: Tensor, group: Group, src: int = 0, out: Tensor | None = None) -> Tensor | None:
     """As functional.broadcast."""
     found = fast(group)
-    if found is None or not _plain(x, out) or not 0 <= src < group.size:
+    if found is None or not found.plain(x, out) or not 0 <= src < group.size:
         return None
     algorithm = found.algorithm("broadcast", x.nbytes, x.nbytes)
     if algorithm is None:
@@ -311,10 +339,19 @@ def all_to_all(
     """As functional.all_to_all, for even parts along the first dim."""
     found = fast(group)
     uneven = send_sizes is not None or recv_sizes is not None or x.dim() == 0 or x.shape[0] % group.size != 0
-    if found is None or uneven or split_dim or concat_dim or not _plain(x):
+    if found is None or uneven or split_dim or concat_dim or not found.plain(x):
         return None
     algorithm = found.algorithm("all_to_all", x.nbytes, x.nbytes // group.size)
     return None if algorithm is None else found.exchange.all_to_all(x, torch.empty_like(x), algorithm)
+
+
+def all_to_all_into(x: Tensor, group: Group, out: Tensor) -> Tensor | None:
+    """``out`` = this rank's part of all ranks' ``x``, equal parts one after the other; both contiguous."""
+    found = fast(group)
+    if found is None or not found.plain(x):
+        return None
+    algorithm = found.algorithm("all_to_all", x.nbytes, x.nbytes // group.size)
+    return None if algorithm is None else found.exchange.all_to_all(x, out, algorithm)
 
 
 def all_reduce_norm(
@@ -329,10 +366,11 @@ def all_reduce_norm(
 ) -> tuple[Tensor, Tensor] | None:
     """As functional.all_reduce_norm, for rows of whole 16-byte vectors that fit the lanes."""
     others = [t for t in (residual, weight, bias, norm_bias) if t is not None]
-    if not joins_norm(x, group) or any(t.dtype != x.dtype or not t.is_contiguous() for t in others) or not _plain(x, residual):
-        return None
     found = fast(group)
-    assert found is not None, "joins_norm has seen it"
+    if found is None or not joins_norm(x, group) or not found.plain(x, residual):
+        return None
+    if any(t.dtype != x.dtype or not t.is_contiguous() for t in others):
+        return None
     out, residual_out = torch.empty_like(x), torch.empty_like(x)
     rows = (-1, x.shape[-1])
     found.exchange.all_reduce_norm(
@@ -348,12 +386,6 @@ def joins_norm(x: Tensor, group: Group) -> bool:
     if found is None or not x.is_cuda or x.dtype not in TYPES or width % 16 or width > 65536:
         return False
     return found.algorithm("all_reduce", x.nbytes, x.nbytes) == "lanes"
-
-
-def _plain(x: Tensor, other: Tensor | None = None) -> bool:
-    if not (x.is_cuda and x.is_contiguous()) or x.is_conj() or x.is_neg():  # torch conjugates and negates lazily
-        return False
-    return other is None or other is x or (_plain(other) and other.shape == x.shape and other.dtype == x.dtype)
 
 
 def _even(sizes: Sequence[int] | None, each: int, group: Group) -> bool:

@@ -57,7 +57,10 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = No
         result = buffer.div_(group.size) if averaged else buffer
         return x if in_place else _landed(result, out)
 
-    return Plan(group, buffer, finish, issue, detail=op)
+    def kernels(x: Tensor, group: Group, out: Tensor) -> Tensor | None:
+        return fast.all_reduce(x, group, op, out)
+
+    return Plan(group, buffer, finish, issue, detail=op, kernels=kernels)
 
 
 @collective(fast.all_gather, compiled.all_gather)
@@ -83,7 +86,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | Non
             return torch.cat([part.narrow(dim, 0, size) for part, size in zip(stacked, sizes, strict=True)], dim)
         return stacked.movedim(0, dim).flatten(dim, dim + 1)  # a view where nothing lies before dim, else one copy
 
-    return Plan(group, padded, finish, issue, target=whole, detail=f"dim {dim}")
+    return Plan(group, padded, finish, issue, whole, f"dim {dim}", fast.all_gather_into)
 
 
 @collective(fast.reduce_scatter, compiled.reduce_scatter)
@@ -111,7 +114,10 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes
         part = mine.narrow(dim, 0, parts[group.rank])
         return part.div_(group.size) if averaged else part
 
-    return Plan(group, stacked, finish, issue, target=mine, detail=f"{op}, dim {dim}")
+    def kernels(x: Tensor, group: Group, out: Tensor) -> Tensor | None:
+        return fast.reduce_scatter_into(x, group, out, op)
+
+    return Plan(group, stacked, finish, issue, mine, f"{op}, dim {dim}", kernels)
 
 
 @collective(fast.broadcast, compiled.broadcast)
@@ -133,7 +139,10 @@ def broadcast(x: Tensor, group: Group, src: int = 0, out: Tensor | None = None) 
     def finish() -> Tensor:
         return x if in_place else _landed(buffer, out)
 
-    return Plan(group, buffer, finish, issue, detail=f"src {src}")
+    def kernels(x: Tensor, group: Group, out: Tensor) -> Tensor | None:
+        return fast.broadcast(x, group, src, out)
+
+    return Plan(group, buffer, finish, issue, detail=f"src {src}", kernels=kernels)
 
 
 @collective(fast.all_to_all, compiled.all_to_all)
@@ -173,7 +182,8 @@ def all_to_all(
             return target.movedim(0, split_dim)
         return torch.cat([part.movedim(0, split_dim) for part in target.split(got)], concat_dim)
 
-    return Plan(group, source, finish, issue, target=target, detail=f"dims {split_dim}, {concat_dim}")
+    kernels = fast.all_to_all_into if len({*sent, *got}) == 1 else None
+    return Plan(group, source, finish, issue, target, f"dims {split_dim}, {concat_dim}", kernels)
 
 
 @plain_collective

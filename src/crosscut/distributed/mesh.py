@@ -110,10 +110,10 @@ def make_mesh(tp: int | None = None, dp: int | None = None, device: torch.device
     world = dist.get_world_size() if dist.is_initialized() else 1
     tp, dp = _sizes(world, tp, dp)
     if world == 1:
-        where = torch.device(device) if device is not None else _default_device("none")
+        where = _place(device, "none")
         return Mesh(tp=_alone("tp", where), dp=_alone("dp", where), device=where)
     backend = dist.get_backend()
-    where = torch.device(device) if device is not None else _default_device(backend)
+    where = _place(device, backend)
     device_mesh = init_device_mesh(where.type, (dp, tp), mesh_dim_names=("dp", "tp"))
     groups = {axis: _line(device_mesh, axis, backend, where) for axis in ("tp", "dp")}
     return Mesh(tp=groups["tp"], dp=groups["dp"], device=where, device_mesh=device_mesh)
@@ -156,7 +156,11 @@ def _line(device_mesh: DeviceMesh, axis: str, backend: str, device: torch.device
     )
 
 
-def _default_device(backend: str) -> torch.device:
+def _place(device: torch.device | str | None, backend: str) -> torch.device:
+    """The device that this rank works on: ``device``, with the current GPU's number where it names none."""
+    if device is not None:
+        named = torch.device(device)
+        return torch.device("cuda", torch.cuda.current_device()) if named.type == "cuda" and named.index is None else named
     if backend in ("nccl", "none") and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
