@@ -193,6 +193,25 @@ def test_an_unwritten_output_is_found(on_ranks: OnRanks) -> None:
     assert on_ranks(1, body) == [False]
 
 
+@pytest.mark.parametrize(("seconds", "lead"), [(0.0, 1), (0.003, 0)], ids=["short", "long"])
+def test_a_short_eager_call_has_another_one_before_the_clock(on_ranks: OnRanks, seconds: float, lead: int) -> None:
+    import time
+
+    def body(mesh: Mesh) -> tuple[int, int]:
+        made: list[int] = []
+
+        def call() -> tuple[Tensor]:
+            made.append(1)
+            time.sleep(seconds)
+            return (torch.zeros(1),)
+
+        return time_case([call], mesh.tp, "eager", Sampling(0.0, sample_us=0.1)).calls, len(made)
+
+    ((timed, made),) = on_ranks(1, body)
+    assert timed == 7  # the least samples, a call each
+    assert made == 3 + 3 + 1 + timed * (1 + lead) + 1  # to warm up, roughly, once more, the samples, the check
+
+
 def test_the_slowest_rank_counts_and_one_device_is_alone(on_ranks: OnRanks) -> None:
     import time
 

@@ -237,10 +237,10 @@ def test_rows_name_the_kernel_only_if_it_takes_the_tensor(on_ranks: OnRanks, mon
     monkeypatch.setattr(layers, "choice", lambda op, nbytes, group: Choice("crosscut", "lanes", "a test"))
     declined = on_ranks(2, lambda mesh: explained(mesh, explain=True, split="row"))[0]
     assert paths(declined)["all_reduce"] == ("threaded", "threaded")
-    told = "2 x 8 -> 12: all_reduce of 96 B goes by threaded: the kernels take even parts"
+    told = "2 x 8 -> 12: all_reduce of 96 B goes by threaded: the kernels sum bfloat16"
     assert any(note.startswith(told) for note in declined.notes)
 
-    def kernel(x: Tensor, group: Group) -> Tensor:
+    def kernel(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = None) -> Tensor:
         dist.all_reduce(x, group=group.process_group)
         return x
 

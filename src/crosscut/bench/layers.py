@@ -267,9 +267,10 @@ def _carrier(problem: Problem, mesh: Mesh) -> _Carrier:
         if op == "all_reduce":
             taken = fast.all_reduce(x.new_zeros(rows, width), group)
         else:
-            taken = None if width % group.size else fast.all_gather(x.new_zeros(rows, width // group.size), group, 1)
+            part = x.new_zeros(rows, shard_sizes(width, group.size)[0])  # the largest: the others are padded to it
+            taken = fast.all_gather_into(part, group, x.new_empty(group.size * rows, part.shape[1]))
         if taken is None:
-            chosen = Choice(group.backend, None, "the kernels take even parts of whole 16-byte vectors, and sum no float64")
+            chosen = Choice(group.backend, None, "the kernels sum bfloat16, float16 and float32 alone, and up to their room")
     return _Carrier(op, nbytes, chosen, label(problem.shape))
 
 
