@@ -264,22 +264,7 @@ def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
         linear(x, w)
 
 
-@pytest.mark.parametrize(("mode", "launches"), [(None, {5}), ("reduce-overhead", {2, 3})], ids=["default", "graphs"])
-def test_torch_compile_runs_the_kernel(mode: str | None, launches: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w, b = problem(4, 512, 512)
-    compiled, launched = torch.compile(lambda x: F.silu(linear(x, w, b)), fullgraph=True, mode=mode), []
-    launch = Skinny.__call__
-    monkeypatch.setattr(Skinny, "__call__", lambda self, *args: (launched.append(self), launch(self, *args))[1])
-    for step in range(5):
-        x.add_(step)
-        got, expected = compiled(x), F.silu(F.linear(x, w, b))
-        assert float((got.double() - expected.double()).norm() / expected.double().norm()) < 1e-2
-    assert len(launched) in launches  # as a graph: one to warm up, one in the capture; the replays need no Python
-
-
-def test_torch_compile_with_gradients_keeps_to_torch() -> None:
+def test_torch_compile_keeps_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, b = problem(4, 512, 512)
     compiled = torch.compile(lambda x: linear(x, w, b), fullgraph=True, backend="aot_eager")
-    with torch.enable_grad():
-        got = compiled(x.requires_grad_())
-    assert same_bits(got.detach(), F.linear(x, w, b))
+    assert same_bits(compiled(x), F.linear(x, w, b))

@@ -14,7 +14,6 @@ import crosscut
 from crosscut import collectives as cc
 from crosscut.distributed.mesh import Group, Mesh, live_group, make_mesh
 from crosscut.errors import UsageError
-from crosscut.layers import matmul
 from crosscut.sharding import shard_sizes
 
 OnRanks = Callable[..., list[Any]]
@@ -229,53 +228,3 @@ def test_a_handle_means_one_group_and_dies_with_it() -> None:
     with pytest.raises(UsageError, match=f"no group '{handle}' is alive"):
         live_group(handle)
     assert live_group(group.handle) is group
-
-
-def targets(fn: Callable[[Tensor], Tensor], x: Tensor, dynamic: bool = False) -> tuple[list[str], Tensor]:
-    """The operators of the one graph that ``fn`` becomes, and what it gives."""
-    found: list[str] = []
-
-    def backend(module: torch.fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
-        found.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
-        return module.forward
-
-    return found, torch.compile(fn, fullgraph=True, backend=backend, dynamic=dynamic)(x)
-
-
-def test_few_tokens_without_gradients_leave_the_choice_of_the_multiply_to_the_run(
-    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU with rules for the weights; here the rule is made up, and the run falls back to torch's multiply."""
-
-    @torch._dynamo.assume_constant_result  # type: ignore[misc]
-    def four(kind: str, index: int | None, n: int, k: int, dtype: torch.dtype, group: str) -> int:
-        return 4 if k == 8 else 0  # not the row-parallel multiply
-
-    def body(mesh: Mesh) -> None:
-        mlp = crosscut.ParallelMLP(8, 12, mesh=mesh, seed=1)
-        few, many = torch.randn(2, 2, 8), torch.randn(5, 8)
-        with torch.no_grad():
-            expected = mlp(few)
-            found, got = targets(mlp, few)
-            assert found.count("crosscut.linear.default") == 1
-            torch.testing.assert_close(got, expected)
-            torch._dynamo.reset()
-            assert "crosscut.linear.default" not in targets(mlp, many)[0]
-            torch._dynamo.reset()
-            assert "crosscut.linear.default" not in targets(mlp, few, dynamic=True)[0]
-            torch._dynamo.reset()
-            with torch.autocast("cpu", torch.bfloat16):
-                assert "crosscut.linear.default" not in targets(mlp, few)[0]
-        torch._dynamo.reset()
-        assert "crosscut.linear.default" not in targets(mlp, few)[0]  # with gradients
-
-    monkeypatch.setattr(matmul, "_most_traced", four)
-    on_ranks(2, body)
-
-
-def test_off_a_measured_gpu_a_compiled_multiply_is_torchs() -> None:
-    mlp = crosscut.ParallelMLP(8, 12, mesh=make_mesh(device="cpu"), seed=1)
-    with torch.no_grad():
-        found, _ = targets(mlp, torch.randn(2, 8))
-    assert "crosscut.linear.default" not in found
-    assert len([name for name in found if "linear" in name]) == 2

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import Parameter
 
 from crosscut.kernels.skinny import HALF_SHARED, MOST_STAGES, MOST_TOKENS, SHARED, tile
-from crosscut.layers.matmul import RULES, Rule, choose, explain, linear, most_tokens
+from crosscut.layers.matmul import Rule, choose, explain, linear
 from crosscut.records import RunRecord
 
 GPU = "NVIDIA H200"
@@ -41,20 +41,6 @@ def test_a_rule_ends_where_it_was_measured() -> None:
     assert not late.fits(**inside)  # type: ignore[arg-type]
     assert late.fits(**inside | {"exchanged": True})  # type: ignore[arg-type]
     assert str(late) == "up to 48 tokens, N 512 to 1024, K 1024 to 4096, MiB 1 to 8, before an exchange"
-
-
-@given(
-    st.sampled_from([low for rule in RULES[GPU] for low in (*rule.n, rule.n[0] - 8)]),
-    st.sampled_from([low for rule in RULES[GPU] for low in (*rule.k, rule.k[1] + 8)]),
-    st.integers(1, 140),
-    st.booleans(),
-    st.sampled_from(["auto", "cublas", "skinny"]),
-)
-def test_what_a_compiled_call_goes_by_is_the_rule(n: int, k: int, tokens: int, exchanged: bool, forced: str) -> None:
-    most = most_tokens(GPU, n, k, 2, exchanged, forced)
-    assert most <= MOST_TOKENS
-    if tokens <= MOST_TOKENS:
-        assert (tokens <= most) == (choose(GPU, tokens, n, k, 2, exchanged, forced).impl == "skinny")
 
 
 @pytest.mark.parametrize("record", sorted(RECORDS.glob("h200x1_skinny_*.json")), ids=lambda path: path.stem)

@@ -104,12 +104,6 @@ def fast(group: Group) -> Fast | None:
     return found
 
 
-def built(group: Group) -> Fast | None:
-    """The group's kernels if a call has built them; asks nobody."""
-    found: Fast | None = group.cache.get(_KEY)
-    return found
-
-
 def choice(op: str, nbytes: int, group: Group) -> Choice:
     """What carries ``nbytes`` (of the whole tensor) of ``op`` on this group, and why."""
     found = fast(group)
@@ -118,7 +112,7 @@ def choice(op: str, nbytes: int, group: Group) -> Choice:
 
 def check(group: Group) -> None:
     """Raise CollectiveTimeout (``rank-timeout``) if a wait of the group's kernels ran out: a call for one that has ended."""
-    found = built(group)
+    found: Fast | None = group.cache.get(_KEY)
     if found is not None:
         found.exchange.workspace.check()
 

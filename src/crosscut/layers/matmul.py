@@ -15,11 +15,10 @@ from threading import get_ident
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import Parameter
 
-from crosscut.collectives.fast import built, fast
-from crosscut.distributed.mesh import Group, live_group
+from crosscut.collectives.fast import fast
+from crosscut.distributed.mesh import Group
 from crosscut.env import settings
 from crosscut.kernels.skinny import MOST_TOKENS, TYPES, Skinny
 
@@ -86,24 +85,19 @@ def choose(gpu: str, tokens: int, n: int, k: int, itemsize: int, exchanged: bool
     return Choice("cublas", f"not measured faster on {gpu} for {tokens} tokens, N {n}, K {k}, {mib:.3g} MiB")
 
 
-def most_tokens(gpu: str, n: int, k: int, itemsize: int, exchanged: bool = False, forced: str = "auto") -> int:
-    """The most tokens for which :func:`choose` gives skinny, 0 where it never does. Pure."""
-    if forced != "auto":
-        return MOST_TOKENS if forced == "skinny" else 0
-    mib = n * k * itemsize / MIB
-    return max((rule.tokens for rule in RULES.get(gpu, ()) if rule.fits(0, n, k, mib, exchanged)), default=0)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, then: tuple[str, Group] | None = None) -> Tensor:
     """``F.linear``, by the faster of two ways where no gradient is recorded. ``then``: the collective that gets y at once.
 
     Skinny reads the weights before the kernel before it has ended, when ``weight`` is a Parameter that has not changed since
     its last call here (by torch's version counter, which a write through ``.data`` does not move).
-    Under ``torch.compile`` the choice is made for the weight, and again for the tokens when the compiled code runs.
     """
-    if torch.compiler.is_dynamo_compiling():
-        return _traced(x, weight, bias, then)
-    if x.is_cuda and 0 < x.numel() <= MOST_TOKENS * x.shape[-1] and _plain_tensors(x, weight) and not _why_not(x, weight, bias):
+    if (
+        x.is_cuda
+        and not torch.compiler.is_dynamo_compiling()
+        and 0 < x.numel() <= MOST_TOKENS * x.shape[-1]
+        and _plain_tensors(x, weight)
+        and not _why_not(x, weight, bias)
+    ):
         ready = _ready(x, weight, then)
         if ready is not None:
             y = x.new_empty((*x.shape[:-1], weight.shape[0]))
@@ -129,45 +123,6 @@ def explain(x: Tensor, weight: Tensor, bias: Tensor | None = None, then: tuple[s
 def forget() -> None:
     """Forget all choices, so that CROSSCUT_MATMUL is read anew."""
     _prepared.cache_clear()
-
-
-def _traced(x: Tensor, weight: Tensor, bias: Tensor | None, then: tuple[str, Group] | None) -> Tensor:
-    """What a call of :func:`linear` becomes while Dynamo traces it: one node that it does not look into, or torch's own."""
-    recorded = torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-    if not (recorded or torch.is_autocast_enabled(x.device.type)) and _plain_tensors(x, weight) and weight.dim() == 2:
-        op, group = ("", "") if then is None else (then[0], then[1].handle)
-        most = _most_traced(weight.device.type, weight.device.index, weight.shape[0], weight.shape[1], weight.dtype, group)
-        if most and statically_known_true(x.numel() <= most * weight.shape[1]):
-            return _skinny_linear(x, weight, bias, op, group)
-    return F.linear(x, weight, bias)
-
-
-@torch._dynamo.assume_constant_result
-def _most_traced(kind: str, index: int | None, n: int, k: int, dtype: torch.dtype, group: str) -> int:
-    """:func:`most_tokens` for a weight [n, k] of a compiled call, 0 where the kernel cannot take it."""
-    device = torch.device(kind, index) if index is not None else torch.device(kind)
-    if kind != "cuda" or _unfit(0, torch.Size((n, k)), dtype, device):
-        return 0
-    exchanged = bool(group) and built(live_group(group)) is not None
-    return most_tokens(torch.cuda.get_device_name(device), n, k, dtype.itemsize, exchanged, settings().matmul)
-
-
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, op: str, group: str) -> Tensor:
-    return linear(x, weight, bias, (op, live_group(group)) if op else None)
-
-
-torch.library.define(
-    "crosscut::linear",
-    "(Tensor x, Tensor weight, Tensor? bias, str op, str group) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-torch.library.impl("crosscut::linear", ("cpu", "cuda"), _run)
-torch.library.register_fake(
-    "crosscut::linear", lambda x, weight, bias, op, group: x.new_empty((*x.shape[:-1], weight.shape[0]))
-)
-_skinny_linear = torch.ops.crosscut.linear.default
 
 
 def _ready(x: Tensor, weight: Tensor, then: tuple[str, Group] | None) -> Skinny | None:

@@ -53,7 +53,7 @@ def column_linear(
     """
     if torch.compiler.is_dynamo_compiling():  # composed from operators that the compiler knows; it orders them itself
         whole = copy_to_tp(x, group) if sequence_dim is None else gather_sequence(x, group, sequence_dim, total)
-        y = linear(whole, weight, bias, None if sequence_dim is not None or group.size == 1 else ("all_gather", group))
+        y = F.linear(whole, weight, bias)
         return gather_from_tp(y, group, -1, out_features) if gather_output else y
     sharded = sequence_dim is not None
     if group.size == 1 or not (sharded or gather_output or (x.requires_grad and torch.is_grad_enabled())):
