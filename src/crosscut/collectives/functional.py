@@ -316,13 +316,14 @@ def _stack(x: Tensor, dim: int, parts: list[int]) -> Tensor:
 
 
 def _pad(x: Tensor, dim: int, size: int) -> Tensor:
-    """``x`` with zeros after it along ``dim`` up to ``size``, contiguous."""
-    missing = size - x.shape[dim]
-    if missing == 0:
+    """``x`` with room after it along ``dim`` up to ``size``, contiguous. What stands there is nobody's and is cut off again."""
+    if x.shape[dim] == size:
         return _dense(x)
     shape = list(x.shape)
-    shape[dim] = missing
-    return torch.cat([x.detach(), x.new_zeros(shape)], dim)
+    shape[dim] = size
+    padded = x.new_empty(shape)
+    padded.narrow(dim, 0, x.shape[dim]).copy_(x.detach())
+    return padded
 
 
 def _peer(what: str, rank: int, group: Group, not_me: bool = False) -> None:
