@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from crosscut import collectives as cc
 from crosscut.collectives import choice, fast, send
 from crosscut.collectives.call import _through_host
-from crosscut.collectives.select import shipped
+from crosscut.collectives.select import Table, shipped
 from crosscut.distributed.mesh import Group
 from crosscut.errors import UsageError
 from crosscut.kernels.trial import ROUNDS, addend, pattern, prove
@@ -158,10 +159,13 @@ class Serving:
 
     def __init__(self) -> None:
         self.taken: list[str] = []
-        self.exchange = self
+        self.device = torch.device("cuda", 0)
 
-    def algorithm(self, op: str, nbytes: int, part: int) -> str:
-        return "lanes"
+    def most(self, op: str, algorithm: str) -> int:
+        return 1 << 20
+
+    def aside(self, body: Any, x: Any) -> Any:
+        return body()
 
     def __getattr__(self, name: str) -> Any:
         def take(x: Any, out: Any, *rest: Any) -> Any:
@@ -172,7 +176,9 @@ class Serving:
 
 
 def on_gpu(serving: Serving) -> Group:
-    return Group("tp", 0, 2, (0, 1), "nccl", torch.device("cuda", 0), cache={"fast": serving})
+    ops = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+    table = Table(dict.fromkeys(ops, ((1 << 20, "lanes"),)), "a test")
+    return Group("tp", 0, 2, (0, 1), "nccl", serving.device, cache={"fast": fast.Fast(cast(Any, serving), table)})
 
 
 def test_kernels_leave_sizes_that_do_not_fit_to_the_checks() -> None:
@@ -207,6 +213,19 @@ def test_kernels_leave_what_torch_conjugates_or_negates_lazily() -> None:
         assert fast.all_reduce(negative, group) is None
         one = torch.empty(1, dtype=torch.complex64, device="cuda:0").conj().imag
         assert fast.all_reduce(one, group) is None, "no private name is needed for one"
+    assert serving.taken == []
+
+
+def test_a_tensor_on_another_gpu_is_refused() -> None:
+    serving = Serving()
+    group = on_gpu(serving)
+    with FakeTensorMode():
+        x = torch.empty(4, device="cuda:1")
+        calls: tuple[Any, ...] = (cc.all_reduce, cc.all_gather, cc.broadcast, cc.all_to_all, cc.all_gather.start)
+        for call in calls:
+            with pytest.raises(UsageError, match="a tensor on cuda:1, and rank 0 of group tp works on cuda:0") as refused:
+                call(x, group)
+            assert refused.value.code == "bad-device"
     assert serving.taken == []
 
 
