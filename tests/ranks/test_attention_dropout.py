@@ -111,3 +111,10 @@ def test_a_rate_outside_its_range_is_refused() -> None:
     for p in (-0.1, 1.0, 1.5, float("nan")):
         with pytest.raises(UsageError, match=f"dropout p={p}"):
             cc.ParallelAttention(16, 4, mesh=make_mesh(device="cpu"), dropout=p, seed=1)
+
+
+def test_scores_above_float16s_range_do_not_overflow() -> None:
+    """Scores are scaled before they are summed, as torch's fused kernels do: 128 * 30 * 30 is no float16."""
+    attention = cc.ParallelAttention(128, 1, dropout=1e-9, dtype=torch.float16, mesh=make_mesh(device="cpu"))
+    packed = torch.full((1, 4, 3 * 128), 30.0, dtype=torch.float16)
+    assert torch.equal(attention.mix(packed), packed[..., :128])

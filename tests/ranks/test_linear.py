@@ -15,9 +15,9 @@ from crosscut import collectives
 from crosscut.collectives import Pending
 from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError
-from crosscut.layers import LayerNorm, overlap
+from crosscut.layers import LayerNorm, ParallelBlock, overlap
 from crosscut.layers import linear as linear_module
-from crosscut.sharding import Replicated
+from crosscut.sharding import Replicated, shard_sizes
 from layer_cases import KINDS, call_mlp, inputs, mlp_step, split_step, unsplit_linear, unsplit_mlp
 from parity import expected, step
 
@@ -289,6 +289,83 @@ def test_column_gradients_of_gradients(on_ranks: OnRanks, sequence: bool) -> Non
 
     for got in on_ranks(2, body):
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("schedule", ["plain", "pieces:2"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_results_may_be_changed_in_place(
+    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, sequence: bool, schedule: str
+) -> None:
+    """``nn.ReLU(inplace=True)`` behind a column layer, ``y += x`` behind a row layer: torch forbids it for views."""
+    monkeypatch.setenv("CROSSCUT_SCHEDULE", schedule)
+
+    def body(mesh: Mesh) -> tuple[Tensor, ...]:
+        options: dict[str, Any] = {"mesh": mesh, "seed": 1, "dtype": torch.float64, "sequence_dim": 1}
+        options["sequence_parallel"] = sequence
+        up, relu = cc.ColumnParallelLinear(8, 13, **options), nn.ReLU(inplace=True)
+        down, out = cc.RowParallelLinear(13, 8, False, **options), cc.ColumnParallelLinear(8, 7, **options)
+        embedding = cc.VocabParallelEmbedding(9, 8, **options)
+        x = embedding(torch.arange(10).view(2, 5) % 9)
+        x *= 2
+        y = down(relu(up(x, 5)))
+        y += x
+        out.gather_output = not sequence
+        z = out(y, 5)
+        z.mul_(3).square().sum().backward()
+        found: list[Any] = [(embedding.weight.grad, 0, 9), (up.weight.grad, 0, 13), (down.weight.grad, 1, 13)]
+        found += [(z.detach(), -1, 7)] if sequence else []
+        return tuple(collectives.all_gather(t, mesh.tp, dim, shard_sizes(n, mesh.tp.size)) for t, dim, n in found)
+
+    (whole,) = on_ranks(1, body)
+    for got in on_ranks(2, body):
+        for mine, right in zip(got, whole, strict=True):
+            torch.testing.assert_close(mine, right)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_autocast_gives_the_dtype_that_one_rank_gives(on_ranks: OnRanks, sequence: bool) -> None:
+    def body(mesh: Mesh) -> torch.dtype:
+        layer = cc.RowParallelLinear(8, 6, mesh=mesh, input_is_parallel=False, sequence_parallel=sequence, seed=1)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(torch.ones(4, 8))
+        y.float().sum().backward()
+        assert layer.bias is not None
+        assert layer.bias.grad is not None
+        assert layer.bias.grad.tolist() == [4.0] * 6
+        return y.dtype
+
+    assert {*on_ranks(1, body), *on_ranks(2, body)} == {torch.bfloat16}
+
+
+def test_what_comes_back_is_frozen_and_computed_as_it_was(on_ranks: OnRanks) -> None:
+    frozen = nn.Linear(5, 7).requires_grad_(False)
+
+    def body(mesh: Mesh) -> None:
+        split = cc.ColumnParallelLinear.from_linear(frozen, mesh)
+        assert not any(p.requires_grad for p in split.to_linear().parameters())
+        mlp = cc.ParallelMLP.from_linears(frozen, nn.Linear(7, 5), mesh, gate=frozen)
+        assert [name for name, linear in mlp.to_linears().items() if not linear.weight.requires_grad] == ["gate", "up"]
+        nn.utils.parametrizations.weight_norm(split)
+        torch.testing.assert_close(split.to_linear().weight, frozen.weight)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_default_device_does_not_reach_the_drawing(on_ranks: OnRanks, device: str) -> None:
+    """``with torch.device(...)`` or ``set_default_device`` around a model: weights are drawn on the CPU all the same."""
+
+    def body(mesh: Mesh) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(mesh.rank)
+        scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+        with torch.device(device):
+            block = ParallelBlock(8, 4, 9, dropout=0.5, attention={"rope_theta": 1e4, "rope_scaling": scaling}, mesh=mesh)
+            y = block(torch.ones(1, 3, 8, device="cpu"))
+        return block.mlp.down.to_linear().weight, y
+
+    torch.manual_seed(0)
+    for weight, y in on_ranks(2, body):
+        assert weight.device == y.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -133,3 +133,14 @@ def test_what_cannot_work_is_refused(on_ranks: OnRanks) -> None:
         RMSNorm(0, mesh=alone())
     with pytest.raises(UsageError, match=r"rank \d holds 4 of 5 along dim -1, not [23]"):
         on_ranks(2, lambda mesh: ParallelDropout(0.5, mesh=mesh, sharded=True, invariant=True)(torch.ones(2, 4), 5))
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_a_meta_norm_starts_as_others_do(kind: type[RMSNorm]) -> None:
+    """torch's recipe, ``to_empty`` and ``reset_parameters`` of each module, would leave a norm's weights as memory was."""
+    norm = kind(4, mesh=alone(), device="meta").to_empty(device="cpu")
+    nn.init.constant_(norm.weight, 7.0)
+    norm.reset_parameters()
+    assert norm.state_dict().keys() == kind(4, mesh=alone()).state_dict().keys()
+    for name, value in kind(4, mesh=alone()).state_dict().items():
+        assert torch.equal(norm.state_dict()[name], value)

@@ -364,6 +364,16 @@ def test_explain_names_each_schedule(on_ranks: OnRanks, monkeypatch: pytest.Monk
     monkeypatch.setenv("CROSSCUT_SCHEDULE", "pieces:4")
     assert on_ranks(2, body)[0].split("\n")[0] == "up: 4 pieces by library: CROSSCUT_SCHEDULE"
 
+    def others(mesh: Mesh) -> list[str]:
+        block = cc.ParallelBlock(8, 4, 16, mesh=mesh, parallel_residual=True, sequence_parallel=True, seed=1)
+        head = cc.VocabParallelHead(8, 16, mesh=mesh, sequence_parallel=True, seed=1)
+        return [*explain(block, 4096).split("\n"), explain(head, 4096)]
+
+    for line, words in zip(
+        on_ranks(2, others)[0], ("one exchange", "the caller", "one exchange", "the caller", "a head"), strict=True
+    ):
+        assert f"plain: {words}" in line
+
 
 @given(
     some.lists(some.integers(0, 40), min_size=2, max_size=8), some.integers(1, 16), some.integers(1, 3), some.integers(1, 300)

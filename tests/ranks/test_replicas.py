@@ -175,3 +175,30 @@ def test_parameters_spread_over_other_ranks_than_dp_are_refused(on_ranks: OnRank
 def test_max_norm_must_be_positive(on_ranks: OnRanks) -> None:
     with pytest.raises(UsageError, match="max_norm=0"):
         on_ranks(1, lambda mesh: clip_grad_norm_(nn.Linear(2, 2), 0, mesh))
+    with pytest.raises(UsageError, match="max_norm=None"):
+        on_ranks(1, lambda mesh: clip_grad_norm_(nn.Linear(2, 2), None, mesh))  # type: ignore[arg-type]
+
+
+def test_ranks_without_rows_are_copies_too(on_ranks: OnRanks) -> None:
+    """Three ranks of tp and two tokens: one rank of each has nothing to compare over dp."""
+
+    def body(mesh: Mesh) -> None:
+        check_replicas(cc.VocabParallelEmbedding(2, 4, mesh=mesh, seed=1), mesh)
+
+    on_ranks(6, body, tp=3)
+
+
+@pytest.mark.parametrize("how", [torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.parametrizations.spectral_norm])
+def test_a_cut_weight_that_is_computed_is_refused(on_ranks: OnRanks, how: Any) -> None:
+    """Its sources pass for whole parameters: the first rank's shard would be broadcast over the others'."""
+
+    def body(mesh: Mesh) -> None:
+        model = nn.ModuleDict({"up": how(cc.ColumnParallelLinear(4, 6, mesh=mesh, seed=1)), "norm": RMSNorm(4, mesh=mesh)})
+        for act in (broadcast_parameters, check_replicas, grad_norm):
+            with pytest.raises(UsageError, match=r"'up.weight' is cut and no parameter"):
+                act(model, mesh)
+        torch.nn.utils.parametrize.remove_parametrizations(model["up"], "weight")
+        torch.nn.utils.parametrize.register_parametrization(model["norm"], "weight", nn.Identity())
+        check_replicas(model, mesh)
+
+    on_ranks(2, body)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -134,6 +135,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "factor below 1": ("'linear' with factor=0.5", {"scaling": {"rope_type": "linear", "factor": 0.5}}),
     "bounds swapped": ("low_freq_factor=4.0 and high_freq_factor=1.0", {
         "scaling": SCALINGS["llama3"] | {"low_freq_factor": 4.0, "high_freq_factor": 1.0}}),
+    "no number": ("'yarn' with beta_fast='32'", {"scaling": SCALINGS["yarn"] | {"beta_fast": "32"}}),
     "two features": ("'dynamic' with 2 features", {"scaling": SCALINGS["dynamic"], "partial_rotary_factor": 0.25}),
     "odd part": ("turns pairs of features, not 3", {"partial_rotary_factor": 0.4}),
     "no part": ("partial_rotary_factor=0", {"partial_rotary_factor": 0}),
@@ -145,3 +147,29 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_cannot_work_is_refused(words: str, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=words):
         make_rope(**({"head_dim": 8, "theta": 1e4} | options))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_positions_of_no_tokens(shape: tuple[int, int]) -> None:
+    from crosscut.distributed.mesh import make_mesh
+
+    attention = cc.ParallelAttention(
+        8, 4, rope_theta=1e4, rope_scaling=SCALINGS["dynamic"], head_dim=8, mesh=make_mesh(device="cpu")
+    )
+    positions = torch.zeros(shape, dtype=torch.long)
+    assert attention(torch.zeros(*shape, 8), positions).shape == (*shape, 8)
+
+
+def test_tables_of_no_real_tensors_are_not_kept() -> None:
+    """A model run once on fake tensors, to count its memory, gave fake results for ever."""
+    from crosscut.distributed.mesh import make_mesh
+
+    attention = cc.ParallelAttention(8, 4, rope_theta=1e4, head_dim=4, window=2, mesh=make_mesh(device="cpu"))
+    embedding = cc.VocabParallelEmbedding(9, 8, mesh=make_mesh(device="cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        attention(embedding(torch.zeros(2, 37, dtype=torch.long)))
+    assert type(attention(torch.zeros(2, 37, 8))) is torch.Tensor
+    x = torch.func.vmap(embedding)(torch.zeros(3, 41, dtype=torch.long))
+    torch.func.grad(lambda x: attention(x).sum())(x.detach())
+    tables = attention.rope.tables(41, torch.device("cpu"), torch.float32)
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(table) for table in tables)

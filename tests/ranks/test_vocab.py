@@ -230,3 +230,38 @@ BAD: dict[str, Callable[[], object]] = {
 def test_what_cannot_work_is_refused(words: str) -> None:
     with pytest.raises(UsageError, match=words):
         BAD[words]()
+
+
+@pytest.mark.parametrize("options", [{"z_loss": 0.3}, {"label_smoothing": 0.2, "weight": torch.arange(1.0, 6.0)}], ids=str)
+@pytest.mark.parametrize("world", [1, 2, 6])
+def test_cross_entropy_gradients_of_gradients(on_ranks: OnRanks, world: int, options: dict[str, Any]) -> None:
+    logits, target, *_ = case(5, torch.float32)
+
+    def penalty(loss: Tensor, x: Tensor) -> Tensor:
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        return torch.autograd.grad((first**2).sum() + loss**2, x)[0]
+
+    whole = logits.double().requires_grad_()
+    wanted = {key: value.double() if isinstance(value, Tensor) else value for key, value in options.items()}
+    right = penalty(unsplit(whole, target, **wanted), whole)
+
+    def body(mesh: Mesh) -> None:
+        own = shard_range(5, world, mesh.tp.rank)
+        x = logits[..., own].clone().requires_grad_()
+        got = penalty(cc.vocab_parallel_cross_entropy(x, target, mesh.tp, 5, **options), x)
+        torch.testing.assert_close(got, right[..., own].float(), rtol=1e-3, atol=1e-5)
+
+    on_ranks(world, body)
+
+
+def test_autocast_leaves_the_loss_in_float32(on_ranks: OnRanks) -> None:
+    """The smoothing's sum over the vocabulary is a multiply, which autocast takes in bfloat16."""
+    logits, target = torch.randn(64, 1001) + 3, torch.randint(0, 1001, (64,))
+
+    def body(mesh: Mesh) -> None:
+        mine = logits[:, shard_range(1001, 2, mesh.tp.rank)]
+        with torch.autocast("cpu", torch.bfloat16):
+            got = cc.vocab_parallel_cross_entropy(mine, target, mesh.tp, 1001, label_smoothing=0.9)
+        torch.testing.assert_close(got, F.cross_entropy(logits, target, label_smoothing=0.9))
+
+    on_ranks(2, body)

@@ -18,6 +18,11 @@ from crosscut.distributed.mesh import Group
 from crosscut.sharding import shard_range, shard_sizes
 
 
+def fresh(y: Tensor) -> Tensor:
+    """What a Function computed, not as the view that it may be: of such a view autograd allows no change in place."""
+    return y.data
+
+
 def _tracked(x: Tensor) -> bool:
     return x.requires_grad and torch.is_grad_enabled()
 
@@ -124,7 +129,7 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, total: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim, shard_sizes(total, group.size))
+        return fresh(all_gather(x, group, dim, shard_sizes(total, group.size)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -146,7 +151,7 @@ class _GatherSequence(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int, total: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim, shard_sizes(total, group.size))
+        return fresh(all_gather(x, group, dim, shard_sizes(total, group.size)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -157,7 +162,7 @@ class _ReduceScatterSequence(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.total = group, dim, x.shape[dim]
-        return reduce_scatter(x, group, dim, sizes=shard_sizes(ctx.total, group.size))
+        return fresh(reduce_scatter(x, group, dim, sizes=shard_sizes(ctx.total, group.size)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -156,7 +156,12 @@ class ParallelAttention(nn.Module):
 
         ``options``: those of :meth:`from_packed`, with ``kv_heads``. Raises UsageError as it does.
         """
-        _check_separate(q, k, v)
+        if k.out_features != v.out_features:
+            raise UsageError(
+                f"k gives {k.out_features} features and v {v.out_features}: they cannot be stored as one",
+                code="bad-size",
+                fix="give both the same output features, kv_heads x head_dim",
+            )
         kv_heads = options.get("kv_heads")
         for name, linear, count in (("q", q, heads), ("k", k, heads if kv_heads is None else kv_heads)):
             if count < 1 or linear.out_features % count or linear.out_features // count * heads != q.out_features:
@@ -183,19 +188,25 @@ class ParallelAttention(nn.Module):
         order of the tokens. ``total_tokens``: with sequence_parallel, S when it does not divide.
         Raises UsageError (``bad-shape``) for an x that is not [B, S, H], or positions that do not fit it.
         """
+        self.check_dims(x)
+        layers = parts(self)
+        y: Tensor = layers["o"](self.mix(layers["qkv"](x, total_tokens), positions))
+        return y
+
+    def check_dims(self, x: Tensor) -> None:
+        """Raise UsageError (``bad-shape``) unless x has the dims of :meth:`forward`."""
         if x.dim() != 3:
             raise UsageError(
                 f"ParallelAttention got x {list(x.shape)}",
                 code="bad-shape",
                 fix=f"give [{'B, S' if self.sequence_dim else 'S, B'}, H={self.hidden}]",
             )
-        layers = parts(self)
-        y: Tensor = layers["o"](self.mix(layers["qkv"](x, total_tokens), positions))
-        return y
 
     def mix(self, packed: Tensor, positions: Tensor | None = None) -> Tensor:
         """What lies between the two multiplies, for all tokens: ``[B, S, (N/tp + 2 K/tp) * D] -> [B, S, N/tp * D]``."""
         packed = packed.unflatten(-1, (-1, self.heads.head_dim)).movedim(self.sequence_dim, -2)  # [B, heads, S, D]
+        if positions is not None:
+            _check_positions(positions, packed.shape[0], packed.shape[-2])
         queries, kv = self.own_heads
         if self.rope is not None and self.q_norm is None:  # one rotation serves both
             both, v = packed.split_with_sizes([queries + kv, kv], 1)
@@ -221,19 +232,9 @@ class ParallelAttention(nn.Module):
         """``[B, heads, S, D]``, each head rotated by the positions, where the layer has a rotation."""
         if self.rope is None:
             return heads
-        return self.rope.rotate(heads, *self.rope.tables(self._positions(positions, heads), heads.device, heads.dtype))
-
-    def _positions(self, positions: Tensor | None, heads: Tensor) -> Tensor | int:
-        batch, _, length, _ = heads.shape
-        if positions is None:
-            return length
-        if tuple(positions.shape) not in ((length,), (batch, length), (1, length)):
-            raise UsageError(
-                f"positions {list(positions.shape)} for {batch} sequences of {length} tokens",
-                code="bad-shape",
-                fix=f"give [{length}] or [{batch}, {length}]; with sequence_parallel, those of the whole sequence",
-            )
-        return positions
+        return self.rope.rotate(
+            heads, *self.rope.tables(heads.shape[-2] if positions is None else positions, heads.device, heads.dtype)
+        )
 
     def extra_repr(self) -> str:
         """Heads and options, for ``print(module)``."""
@@ -260,6 +261,16 @@ def _check_options(window: int | None, sequence_dim: int, theta: float | None, *
         raise UsageError("rope options without rope_theta", code="bad-option", fix="give rope_theta too, such as 10000.0")
 
 
+def _check_positions(positions: object, batch: int, length: int) -> None:
+    shape = tuple(positions.shape) if isinstance(positions, Tensor) else None
+    if shape not in ((length,), (batch, length), (1, length)):
+        raise UsageError(
+            f"positions {positions if shape is None else list(shape)} for {batch} sequences of {length} tokens",
+            code="bad-shape",
+            fix=f"give a tensor [{length}] or [{batch}, {length}]; with sequence_parallel, those of the whole sequence",
+        )
+
+
 def _packed_head_dim(qkv: nn.Linear, heads: int, kv_heads: int | None) -> int:
     blocks = heads + 2 * (heads if kv_heads is None else kv_heads)
     if blocks < 1 or qkv.out_features % blocks:
@@ -278,18 +289,4 @@ def _check_output(o: nn.Linear, heads: Heads, hidden: int) -> None:
             code="bad-size",
             fix=f"for {heads.heads} heads of {heads.head_dim} and hidden {hidden} it must be "
             f"{heads.heads * heads.head_dim} -> {hidden}",
-        )
-
-
-def _check_separate(q: nn.Linear, k: nn.Linear, v: nn.Linear) -> None:
-    traits = {
-        (linear.in_features, linear.weight.dtype, *((n, p.requires_grad) for n, p in linear.named_parameters()))
-        for linear in (q, k, v)
-    }
-    if len(traits) > 1 or k.out_features != v.out_features:
-        found = "; ".join(f"{name}: {linear}" for name, linear in (("q", q), ("k", k), ("v", v)))
-        raise UsageError(
-            f"these layers cannot be stored as one: {found}",
-            code="bad-size",
-            fix="q, k and v need the same input features, dtype, bias and requires_grad, k and v the same output features",
         )

@@ -64,7 +64,7 @@ class ParallelBlock(nn.Module):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        kind = NORMS[choose("norm", norm, NORMS)]
+        kind = NORMS[choose("norm", str(norm), NORMS)]
         like: dict[str, Any] = {"mesh": mesh, "sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         drawn: tuple[int | None, int | None] = (None, None)
         if device is None or torch.device(device).type != "meta":
@@ -121,6 +121,7 @@ class ParallelBlock(nn.Module):
     def _attended(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """``x + attention(norm(x))`` and its norm, for the MLP."""
         attention, norm = self.attention, self.mlp_norm
+        attention.check_dims(x)
         (weight, bias), (scale, shift) = weight_and_bias(attention.o), weight_and_bias(norm)
         mixed = attention.mix(attention.qkv(self.attention_norm(x)), positions)
         partial = linear(mixed, weight, then=("all_reduce", attention.group))
@@ -131,6 +132,7 @@ class ParallelBlock(nn.Module):
     def _both(self, x: Tensor, positions: Tensor | None, total_tokens: int | None) -> Tensor:
         """What the two branches add, this rank's partial sums, without biases."""
         attention, mlp = self.attention, self.mlp
+        attention.check_dims(x)
         if not _untouched(attention, mlp, attention.qkv, mlp.up, self.attention_norm, self.mlp_norm):
             partial = attention(self.attention_norm(x), positions, total_tokens)  # someone changed a part: call it
             return partial + mlp(self.mlp_norm(x), total_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import wraps
+from numbers import Real
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -25,23 +26,38 @@ def check_dtype(dtype: torch.dtype | None) -> None:
         raise UsageError(f"dtype={dtype} for parameters", code="bad-dtype", fix=f"use one of: {allowed}")
 
 
+def is_number(value: object) -> bool:
+    """Whether it can be compared with numbers: YAML reads 1e-5 as a string."""
+    return isinstance(value, Real)
+
+
 def check_eps(eps: float) -> None:
     """Raise UsageError (``bad-option``) for an eps that is negative or no finite number."""
-    if not 0 <= eps < math.inf:
-        raise UsageError(f"eps={eps}", code="bad-option", fix="give a small number, such as 1e-5, not below 0")
+    if not (is_number(eps) and 0 <= eps < math.inf):
+        raise UsageError(f"eps={eps!r}", code="bad-option", fix="give a small number, such as 1e-5, not below 0")
+
+
+def check_sequence_dim(dim: int, dims: int) -> None:
+    """Raise UsageError (``bad-size``) unless dim is one of the ``dims`` of an activation, and not that of its features."""
+    if not -dims <= dim < dims or dim % dims == dims - 1:
+        raise UsageError(
+            f"sequence_dim={dim} for activations with {dims} dims, the last of which is that of the features",
+            code="bad-size",
+            fix=f"give the dim of the tokens, from 0 to {dims - 2}" if dims > 1 else "give activations with a dim of tokens",
+        )
 
 
 def check_dropout(p: float) -> None:
     """Raise UsageError (``bad-option``) unless 0 <= p < 1."""
-    if not 0 <= p < 1:
-        raise UsageError(f"dropout p={p}", code="bad-option", fix="give a probability from 0 up to, not including, 1")
+    if not (is_number(p) and 0 <= p < 1):
+        raise UsageError(f"dropout p={p!r}", code="bad-option", fix="give a probability from 0 up to, not including, 1")
 
 
 def check_positive(**options: float | None) -> None:
     """Raise UsageError (``bad-option``) naming the first of ``options`` that is given and not a finite number above 0."""
     for name, value in options.items():
-        if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"{name}={value}", code="bad-option", fix="give a number above 0, or None")
+        if value is not None and not (is_number(value) and 0 < value < math.inf):
+            raise UsageError(f"{name}={value!r}", code="bad-option", fix="give a number above 0, or None")
 
 
 def check_tokens(what: str, ids: Tensor, vocab: int, ignore: int | None = None) -> None:
@@ -51,7 +67,7 @@ def check_tokens(what: str, ids: Tensor, vocab: int, ignore: int | None = None) 
     """
     if ids.dtype not in (torch.int64, torch.int32):
         raise UsageError(f"{what}s are {ids.dtype}", code="bad-dtype", fix="give torch.int64")
-    if ids.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
+    if ids.device.type != "cpu" or not _real():
         return
     outside = (ids < 0) | (ids >= vocab)
     wrong = ids[outside if ignore is None else outside & (ids != ignore)]
@@ -63,12 +79,21 @@ def check_tokens(what: str, ids: Tensor, vocab: int, ignore: int | None = None) 
         )
 
 
+def _real() -> bool:
+    """Whether tensors are what they seem: no trace of torch.compile, no fake tensors, no transform's (torch.func)."""
+    return not (
+        torch.compiler.is_dynamo_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    )
+
+
 def remembered(make: Callable[..., R]) -> Callable[..., R]:
     """``make`` with its last few results kept and shared, by its (hashable) arguments. Nobody may change a result.
 
-    Not while torch.compile records, whose record makes its own. A CUDA graph takes what is kept, which is then kept for good,
-    since the graph may be replayed at any time; what is not kept it makes for itself. The results, never None, can be saved for
-    a backward even when inference mode asked for them first.
+    Not where tensors are not real, as while torch.compile records: there each call makes its own. A CUDA graph takes what is
+    kept, which is then kept for good, since the graph may be replayed at any time; what is not kept it makes for itself. The
+    results, never None, can be saved for a backward even when inference mode asked for them first.
     """
     kept: dict[tuple[Any, ...], R] = {}
     of_graphs: set[tuple[Any, ...]] = set()  # those of kept that no other may push out
@@ -76,7 +101,7 @@ def remembered(make: Callable[..., R]) -> Callable[..., R]:
 
     @wraps(make)
     def get(*args: Any) -> R:
-        if torch.compiler.is_dynamo_compiling():
+        if not _real():
             return make(*args)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             with lock:

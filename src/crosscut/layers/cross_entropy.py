@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from crosscut.collectives import all_reduce
-from crosscut.distributed.mesh import Group
+from crosscut.collectives import all_reduce, copy_to_tp, reduce_from_tp
+from crosscut.distributed.mesh import Group, Mesh
 from crosscut.errors import UsageError, choose
 from crosscut.layers.checks import check_tokens
 from crosscut.sharding import shard_range
@@ -46,6 +46,8 @@ def vocab_parallel_cross_entropy(
     label smoothing outside [0, 1], a negative z-loss, or no vocab_size on several ranks.
     """
     choose("reduction", reduction, ("mean", "sum", "none"))
+    if isinstance(group, Mesh):
+        raise UsageError("cross-entropy with a mesh", code="bad-option", fix="give its group: mesh.tp")
     if vocab_size is None and group.size > 1:
         raise UsageError(
             f"cross-entropy over {group.size} ranks without vocab_size",
@@ -61,7 +63,7 @@ def vocab_parallel_cross_entropy(
     place = torch.where(here, place, 0)
     whole_weight = logits.new_ones(vocab, dtype=torch.float32) if weight is None else weight.float()
     smoothing = whole_weight[mine] if label_smoothing > 0 else None
-    lse, hit, spread = _Statistics.apply(logits, place, here, smoothing, group)
+    lse, hit, spread, *_ = _Statistics.apply(logits, place, here, smoothing, group)
 
     own = torch.where(kept, whole_weight[torch.where(kept, target, 0)], 0.0)
     loss = own * (lse - hit) * (1 - label_smoothing)
@@ -115,13 +117,14 @@ def _check(
 class _Statistics(Function):
     """Of each token, over the whole vocabulary: log-sum-exp, the target's logit, and the weighted sum of the logits.
 
-    Keeps one softmax shard for the backward: ``d lse = softmax``, ``d hit = one at the target``, ``d spread = weight``.
+    Keeps one softmax shard for the backward: ``d lse = softmax``, ``d hit = one at the target``, ``d spread = weight``. That
+    shard is a result too, so that a gradient of the gradient finds its way through it.
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, place: Tensor, here: Tensor, weight: Tensor | None, group: Group
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         z = logits.float()
         if z.shape[-1]:
             largest = z.amax(-1)
@@ -130,19 +133,31 @@ class _Statistics(Function):
             largest, hit = z.new_full(z.shape[:-1], float("-inf")), z.new_zeros(z.shape[:-1])
         largest = all_reduce(largest, group, "max")
         softmax = (z - largest.unsqueeze(-1)).exp_()
-        spread = torch.zeros_like(hit) if weight is None else z @ weight
+        with torch.autocast(z.device.type, enabled=False):
+            spread = torch.zeros_like(hit) if weight is None else z @ weight
         total, hit, spread = all_reduce(torch.stack([softmax.sum(-1), hit, spread]), group).unbind(0)
         softmax /= total.unsqueeze(-1)
         ctx.save_for_backward(softmax, place, here, weight)
-        ctx.dtype = logits.dtype
-        return total.log() + largest, hit, spread
+        ctx.dtype, ctx.group = logits.dtype, group
+        ctx.set_materialize_grads(False)
+        results = total.log() + largest, hit, spread
+        return results if torch.compiler.is_dynamo_compiling() else (*results, softmax)
 
     @staticmethod
-    def backward(ctx: Any, d_lse: Tensor, d_hit: Tensor, d_spread: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_lse: Tensor | None, d_hit: Tensor | None, d_spread: Tensor | None, d_softmax: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         softmax, place, here, weight = ctx.saved_tensors
-        grad = softmax * d_lse.unsqueeze(-1)
-        if grad.shape[-1]:
-            grad.scatter_add_(-1, place.unsqueeze(-1), torch.where(here, d_hit, 0.0).unsqueeze(-1))
-        if weight is not None:
-            grad += d_spread.unsqueeze(-1) * weight
+        group = ctx.group  # each rank goes on with its own classes: what all share is copied, as autograd has to know
+        d_lse, d_hit, d_spread = (None if d is None else copy_to_tp(d, group).unsqueeze(-1) for d in (d_lse, d_hit, d_spread))
+        slope = 0.0 if d_lse is None else d_lse
+        if d_softmax is not None:
+            mean = reduce_from_tp((softmax * d_softmax).sum(-1, keepdim=True), group)
+            slope = slope + d_softmax - copy_to_tp(mean, group)
+        grad = softmax * slope
+        if d_hit is not None:
+            hit = torch.where(here.unsqueeze(-1), d_hit, 0.0)
+            grad = grad.scatter_add_(-1, place.unsqueeze(-1), hit) if grad.shape[-1] else grad + hit
+        if weight is not None and d_spread is not None:
+            grad += d_spread * weight
         return grad.to(ctx.dtype), None, None, None, None

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from crosscut.collectives import reduce_from_tp, reduce_scatter_sequence
 from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError
-from crosscut.layers.checks import check_dtype, check_tokens
+from crosscut.layers.checks import check_dtype, check_sequence_dim, check_tokens
 from crosscut.layers.shards import gather, refuse_empty, shared_seed, take, uniform_
 from crosscut.sharding import Column, shard_range
 
@@ -108,6 +108,8 @@ class VocabParallelEmbedding(nn.Module):
         (checked on CPU, where it costs nothing).
         """
         check_tokens("token", ids, self.num_embeddings)
+        if self.sequence_parallel:
+            check_sequence_dim(self.sequence_dim, ids.dim() + 1)
         y = self._look_up(ids)
         if self.sequence_parallel:
             return reduce_scatter_sequence(y, self.group, self.sequence_dim)

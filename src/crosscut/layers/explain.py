@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from crosscut.layers.block import ParallelBlock
+from crosscut.layers.head import VocabParallelHead
 from crosscut.layers.linear import ColumnParallelLinear, RowParallelLinear
 from crosscut.layers.planning import scheduled
 from crosscut.layers.qkv import QKVParallelLinear
@@ -14,9 +16,11 @@ def explain(layer: nn.Module, tokens: int) -> str:
 
     ``layer``: a linear layer, an MLP, attention, a block, a model. A collective call where kernels are not built yet.
     """
-    lines = []
+    lines, shared = [], set[nn.Module]()
     for name, module in layer.named_modules():
-        found = _schedule(module, tokens)
+        if isinstance(module, ParallelBlock) and module.parallel_residual:
+            shared |= {module.attention.qkv, module.mlp.up}
+        found = "plain: one exchange serves both branches" if module in shared else _schedule(module, tokens)
         if found:
             lines.append(f"{name}: {found}" if name else found)
     return "\n".join(lines)
@@ -35,5 +39,5 @@ def _schedule(module: nn.Module, tokens: int) -> str:
         op = "gather_multiply" if sequence else "multiply_gather"
         inner, outer = module.in_features, -(-module.out_features // module.group.size)
     else:
-        return ""
+        return "plain: a head is never cut into pieces" if isinstance(module, VocabParallelHead) else ""
     return str(scheduled(module.group, op, module.weight, tokens, inner, outer))

@@ -19,7 +19,6 @@ from crosscut.layers.checks import check_positive
 from crosscut.layers.embedding import VocabParallelEmbedding
 from crosscut.layers.linear import _ParallelLinear
 from crosscut.layers.overlap import column_linear
-from crosscut.layers.shards import gather
 from crosscut.sharding import Column
 
 
@@ -86,16 +85,6 @@ class VocabParallelHead(_ParallelLinear):
                 fix="build VocabParallelHead(hidden, vocab, embedding=...): it uses the embedding's weight",
             )
         return super().from_linear(linear, mesh, **options)
-
-    def to_linear(self) -> nn.Linear:
-        """The unsplit head on every rank, bit for bit; a copy of the weight where it is tied. A collective call."""
-        weight, bias = self._own()
-        linear = nn.Linear(self.in_features, self.out_features, bias is not None, device="meta", dtype=weight.dtype)
-        for name, mine in (("weight", weight), ("bias", bias)):
-            if mine is not None:
-                whole = gather(mine, Column(), tuple(linear.get_parameter(name).shape), self.group)
-                setattr(linear, name, nn.Parameter(whole, requires_grad=mine.requires_grad))
-        return linear
 
     def _own(self) -> tuple[Tensor, Tensor | None]:
         return self.weight if self.embedding is None else self.embedding.weight, self.bias

@@ -22,7 +22,7 @@ from crosscut.collectives import (
 )
 from crosscut.distributed.mesh import Group, Mesh
 from crosscut.errors import UsageError
-from crosscut.layers.checks import check_dtype
+from crosscut.layers.checks import check_dtype, check_sequence_dim
 from crosscut.layers.matmul import linear
 from crosscut.layers.overlap import column_linear, row_in_pieces
 from crosscut.layers.parts import weight_and_bias
@@ -92,12 +92,13 @@ class _ParallelLinear(nn.Module):
         return layer
 
     def to_linear(self) -> nn.Linear:
-        """The unsplit layer on every rank, weights bit for bit. A collective call."""
-        like = {"device": self.weight.device, "dtype": self.weight.dtype}
-        linear = nn.utils.skip_init(nn.Linear, self.in_features, self.out_features, bias=self.bias is not None, **like)
-        with torch.no_grad():
-            for name, mine in self.named_parameters():
-                linear.get_parameter(name).copy_(gather(mine, self.cuts[name], self.shapes[name], self.group))
+        """The unsplit layer on every rank, weights bit for bit and ``requires_grad`` as here. A collective call."""
+        weight, bias = self._own()
+        linear = nn.Linear(self.in_features, self.out_features, bias is not None, device="meta", dtype=weight.dtype)
+        for name, mine in (("weight", weight), ("bias", bias)):
+            if mine is not None:
+                whole = gather(mine, self.cuts[name], tuple(linear.get_parameter(name).shape), self.group)
+                setattr(linear, name, nn.Parameter(whole, requires_grad=mine.requires_grad))
         return linear
 
     _own = weight_and_bias
@@ -214,6 +215,8 @@ class RowParallelLinear(_ParallelLinear):
         else:
             self._check_width(x, self.in_features, "the input")
             x = scatter_to_tp(x, self.group)
+        if self.sequence_parallel:
+            check_sequence_dim(self.sequence_dim, x.dim())
         weight, bias = self._own()
         if self.group.size == 1:
             return linear(x, weight, bias if self.reduce_output else None)
@@ -236,4 +239,5 @@ class RowParallelLinear(_ParallelLinear):
         bias = self._own()[1]
         if bias is None:
             return y
-        return y + (copy_to_tp(bias, self.group) if self.sequence_parallel else bias)
+        bias = copy_to_tp(bias, self.group) if self.sequence_parallel else bias
+        return y + bias.to(y.dtype)  # under autocast y is narrower, and F.linear would keep it so

@@ -50,7 +50,7 @@ class ParallelMLP(nn.Module):
     ) -> None:
         super().__init__()
         refuse_empty(hidden=hidden, ffn=ffn)
-        self.activation = choose("activation", activation, ACTIVATIONS)
+        self.activation = choose("activation", str(activation), ACTIVATIONS)
         self.hidden, self.ffn, self.gated = hidden, ffn, gated
         seeds: tuple[int | None, int | None] = (None, None)
         if device is None or torch.device(device).type != "meta":
@@ -61,7 +61,7 @@ class ParallelMLP(nn.Module):
         width, packed = (2 * ffn, (ffn, ffn)) if gated else (ffn, ())
         self.up = ColumnParallelLinear(hidden, width, packed=packed, seed=seeds[0], **common)
         self.down = RowParallelLinear(ffn, hidden, seed=seeds[1], **common)
-        self._act = ACTIVATIONS[activation]
+        self._act = ACTIVATIONS[self.activation]
 
     @classmethod
     def from_linears(cls, up: nn.Linear, down: nn.Linear, mesh: Mesh, gate: nn.Linear | None = None, **options: Any) -> Self:

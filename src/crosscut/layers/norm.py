@@ -43,8 +43,15 @@ class _Norm(nn.Module):
         self.cuts: dict[str, Cut] = dict.fromkeys(("weight", "bias") if bias else ("weight",), Replicated())
         self.shapes = dict.fromkeys(self.cuts, (hidden,))
         self.partial_gradients = dict.fromkeys(self.cuts, "layer") if sequence_parallel else {}
-        self.weight = nn.Parameter(torch.ones(hidden, device=where, dtype=dtype))
-        self.register_parameter("bias", nn.Parameter(torch.zeros(hidden, device=where, dtype=dtype)) if bias else None)
+        self.weight = nn.Parameter(torch.empty(hidden, device=where, dtype=dtype))
+        self.register_parameter("bias", nn.Parameter(torch.empty(hidden, device=where, dtype=dtype)) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weight 1 and bias 0, as at the start: what a meta model needs after ``to_empty``."""
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x [..., H] -> [..., H]``."""

@@ -27,7 +27,9 @@ from crosscut.collectives import (
     gather_sequence,
     reduce_scatter,
 )
+from crosscut.collectives.autograd import fresh
 from crosscut.distributed.mesh import Group
+from crosscut.layers.checks import check_sequence_dim
 from crosscut.layers.matmul import linear
 from crosscut.layers.pieces import gather_multiply, multiply_gather, multiply_reduce, multiply_scatter
 from crosscut.layers.planning import carrier, scheduled, too_few
@@ -51,6 +53,8 @@ def column_linear(
     With sequence parallelism only the rank's own tokens are kept for the backward, which gathers them again.
     ``out_features``: those of all ranks together, which a schedule in pieces needs; ``gather_output``: all of them in y.
     """
+    if sequence_dim is not None:
+        check_sequence_dim(sequence_dim, x.dim())
     if torch.compiler.is_dynamo_compiling():  # composed from operators that the compiler knows; it orders them itself
         whole = copy_to_tp(x, group) if sequence_dim is None else gather_sequence(x, group, sequence_dim, total)
         y = F.linear(whole, weight, bias)
@@ -130,7 +134,7 @@ class _ColumnLinear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _Column) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.how = how
-        return how.forward(x, weight, bias)
+        return fresh(how.forward(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -218,7 +222,7 @@ class _RowLinear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, how: _Row) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.how = how
-        return how.forward(x, weight)
+        return fresh(how.forward(x, weight))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -7,7 +7,7 @@ rank. On top of that FSDP2 (``fully_shard`` over dp) may leave each rank a part 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
@@ -177,11 +177,13 @@ def _shared(cut: Cut, shape: tuple[int, ...], tp: int) -> bool:
 def placed_parameters(model: nn.Module, mesh: Mesh | None = None) -> Iterator[Placed]:
     """Every parameter of ``model`` once (a tied one under its first name), with its place.
 
-    With ``mesh``, raises UsageError (``bad-option``) for a parameter that torch has spread over other ranks than those of dp.
+    Raises UsageError (``bad-option``) for a cut parameter that torch computes from others (parametrizations), and with ``mesh``
+    for one that torch has spread over other ranks than those of dp.
     """
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         cuts, shapes, partial = (getattr(module, table, {}) for table in ("cuts", "shapes", "partial_gradients"))
+        _check_there(prefix, module, cuts)
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
@@ -192,6 +194,19 @@ def placed_parameters(model: nn.Module, mesh: Mesh | None = None) -> Iterator[Pl
             if mesh is not None:
                 _check_spread(placed, mesh)
             yield placed
+
+
+def _check_there(prefix: str, module: nn.Module, cuts: Mapping[str, Cut]) -> None:
+    for name, cut in cuts.items():
+        if cut.dim is not None and name not in module._parameters:
+            full = f"{prefix}.{name}" if prefix else name
+            raise UsageError(
+                f"{full!r} is cut and no parameter: torch computes it from others (a parametrization, weight_norm, pruning), "
+                "and how these are cut is not known",
+                code="bad-option",
+                fix="take the parametrization off (parametrize.remove_parametrizations, prune.remove), or put it on layers "
+                "that are whole",
+            )
 
 
 def gradients(model: nn.Module, mesh: Mesh) -> Iterator[Placed]:

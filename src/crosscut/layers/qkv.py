@@ -83,7 +83,7 @@ class HeadNorm(RMSNorm):
     def from_norm(cls, norm: nn.Module, head_dim: int, mesh: Mesh) -> Self:
         """A copy of ``norm`` (torch's RMSNorm with ``eps``, or transformers' with ``variance_epsilon``) on this rank.
 
-        Raises UsageError (``bad-size``) when its weight is not ``[D]``.
+        Raises UsageError: ``bad-size`` when its weight is not ``[D]``, ``bad-option`` when it computes something else.
         """
         weight = norm.get_parameter("weight")
         if tuple(weight.shape) != (head_dim,):
@@ -97,6 +97,13 @@ class HeadNorm(RMSNorm):
         copy = cls(head_dim, eps, mesh=mesh, device=weight.device, dtype=weight.dtype)
         with torch.no_grad():
             copy.weight.copy_(weight)
+            probe = torch.linspace(-1, 2, head_dim, dtype=weight.dtype, device=weight.device)
+            if not weight.is_meta and not torch.allclose(norm(probe), copy.normalise(probe, weight, None), 0.05, 0.01):
+                raise UsageError(
+                    f"{norm} is not an RMS norm with the factor weight",
+                    code="bad-option",
+                    fix="give one that is; of Gemma, whose factor is 1 + weight, a copy with 1 added to its weight",
+                )
         copy.weight.requires_grad_(weight.requires_grad)
         return copy
 

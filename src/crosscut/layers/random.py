@@ -34,7 +34,8 @@ class ParallelDropout(nn.Module):
     ``x [...]`` -> the same shape. ``sharded``: ``x`` is this rank's part along ``dim``. ``invariant``: draw the mask of the
     whole activation on every rank and use this rank's part, so that any tp gives the mask that one device would: for
     comparing runs, at the price of a whole mask. ``generator``: a CPU generator that runs alike on all ranks, in place of
-    torch's default one (seed that with :func:`manual_seed`). Raises UsageError (``bad-option``) unless 0 <= p < 1.
+    torch's default one (seed that with :func:`manual_seed`); not with activation checkpointing, which restores the default one
+    alone, and would recompute with another mask. Raises UsageError (``bad-option``) unless 0 <= p < 1.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class _Masks:
 
 
 def _draw(generator: torch.Generator | None) -> int:
-    return int(torch.randint(0, 2**62, (), generator=generator))
+    return int(torch.randint(0, 2**62, (), generator=generator, device="cpu"))
 
 
 def _mixed(seed: int, place: int) -> int:

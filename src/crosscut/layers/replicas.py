@@ -89,7 +89,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, mesh: Mesh) -> Tensor:
     As ``torch.nn.utils.clip_grad_norm_`` on the unsplit model. A collective call.
     Raises UsageError (``bad-option``) unless max_norm is positive.
     """
-    if not max_norm > 0:
+    if max_norm is None or not max_norm > 0:
         raise UsageError(f"max_norm={max_norm}", code="bad-option", fix="give a positive number")
     norm = grad_norm(model, mesh)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -149,5 +149,5 @@ def _fingerprint(x: Tensor) -> Tensor:
     """Eight bytes that change with any bit along the last dim of ``x`` and with the order of its elements."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     bits = x.detach().contiguous().view(whole).long()
-    places = torch.arange(1, 2 * bits.shape[-1], 2, device=x.device) * 0x5851F42D4C957F2D
+    places = (2 * torch.arange(bits.shape[-1], device=x.device) + 1) * 0x5851F42D4C957F2D
     return (bits * places).sum(-1)

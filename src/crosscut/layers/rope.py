@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from crosscut.errors import UsageError, choose, nearest
-from crosscut.layers.checks import remembered
+from crosscut.layers.checks import is_number, remembered
 
 _TRAINED = "original_max_position_embeddings"
 _KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # what each scaling needs, and what else it may have
@@ -79,7 +79,7 @@ class Rope:
         table = torch.promote_types(dtype, torch.float32)
         if isinstance(positions, int):
             return _tables(self, positions, table, device)
-        return self._turns(positions, positions.max() + 1, table)
+        return self._turns(positions, positions.max() + 1 if positions.numel() else 0, table)
 
     def _turns(self, positions: Tensor, length: int | Tensor, table: torch.dtype) -> tuple[Tensor, Tensor]:
         frequencies, factor = self.frequencies(length, positions.device)
@@ -115,9 +115,9 @@ def make_rope(
     ``scaling``: ``rope_scaling`` of a config.json, with ``rope_type`` (or ``type``) and that type's keys, and no others.
     Raises UsageError: ``bad-size`` for an odd number of features, ``bad-option`` for values that cannot work.
     """
-    if not 0 < partial_rotary_factor <= 1:
+    if not (is_number(partial_rotary_factor) and 0 < partial_rotary_factor <= 1):
         raise UsageError(
-            f"partial_rotary_factor={partial_rotary_factor}",
+            f"partial_rotary_factor={partial_rotary_factor!r}",
             code="bad-option",
             fix="give the part of D to turn, above 0 up to 1",
         )
@@ -129,8 +129,12 @@ def make_rope(
             code="bad-size",
             fix="make it an even number of features, or leave rope_theta out",
         )
-    if not 1 < theta < math.inf:
-        raise UsageError(f"rope_theta={theta}", code="bad-option", fix="give a number above 1, such as 10000.0")
+    if not (is_number(theta) and 1 < theta < math.inf):
+        raise UsageError(f"rope_theta={theta!r}", code="bad-option", fix="give a number above 1, such as 10000.0")
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise UsageError(
+            f"rope_scaling={scaling!r}", code="bad-option", fix='give a dict, such as {"rope_type": "linear", "factor": 2.0}'
+        )
     return Rope(features, float(theta), _checked(dict(scaling or {}), features), interleaved)
 
 
@@ -152,6 +156,9 @@ def _checked(options: dict[str, Any], features: int) -> tuple[tuple[str, Any], .
                 code="bad-option",
                 fix=f"it needs {', '.join(needed)}: positive numbers, factor at least 1",
             )
+    for key in allowed:
+        if options.get(key) is not None and not is_number(options[key]):
+            raise UsageError(f"rope scaling {kind!r} with {key}={options[key]!r}", code="bad-option", fix="give a number")
     if kind == "llama3" and not options["low_freq_factor"] < options["high_freq_factor"]:
         raise UsageError(
             f"low_freq_factor={options['low_freq_factor']} and high_freq_factor={options['high_freq_factor']}",
@@ -181,7 +188,7 @@ def _ramp(features: int, theta: float, options: Mapping[str, Any]) -> Tensor:
     if options.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, features - 1)
-    index = torch.arange(features // 2, dtype=torch.float64)
+    index = torch.arange(features // 2, dtype=torch.float64, device="cpu")
     return ((index - first) / ((last - first) or 0.001)).clamp(0, 1)
 
 

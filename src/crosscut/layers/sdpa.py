@@ -93,8 +93,8 @@ def _by_formula(
     """The formula; scores and softmax in at least float32."""
     each = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1)
-    scores = q @ k.transpose(-1, -2)
-    scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * scale
+    scores = (q * scale) @ k.transpose(-1, -2)  # scaled before, not after: float16 holds no sum above 65504
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if causal:

@@ -56,7 +56,7 @@ def gather(shard: Tensor, cut: Cut, shape: tuple[int, ...], group: Group) -> Ten
 
 def shared_seed(group: Group) -> int:
     """A seed drawn from torch's default CPU generator on the group's first rank, the same on every rank of the group."""
-    seed = torch.randint(0, 2**62, (1,), dtype=torch.int64)
+    seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device="cpu")
     return int(broadcast(seed.to(group.device), group).item())
 
 
@@ -84,11 +84,29 @@ def uniform_(shard: Tensor, cut: Cut, shape: tuple[int, ...], bound: float, seed
 def _block(shape: tuple[int, ...], first: int, bound: float, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed((seed * 1_000_003 + first) % 2**63)
     count = min(_BLOCK, shape[0] - first)
-    return torch.empty((count, *shape[1:])).uniform_(-bound, bound, generator=generator)
+    return torch.empty((count, *shape[1:]), dtype=torch.float32, device="cpu").uniform_(-bound, bound, generator=generator)
 
 
 def pack(linears: Sequence[nn.Linear]) -> nn.Linear:
-    """One linear layer whose output features are those of ``linears`` one after the other; the first decides what is frozen."""
+    """One linear layer whose output features are those of ``linears`` one after the other.
+
+    Raises UsageError (``bad-size``) unless they are alike in all but these.
+    """
+    traits = [
+        (linear.in_features, linear.weight.dtype, [(n, p.requires_grad) for n, p in linear.named_parameters()])
+        for linear in linears
+    ]
+    if any(each != traits[0] for each in traits):
+        frozen = [[name for name, trained in parameters if not trained] for _, _, parameters in traits]
+        found = "; ".join(
+            f"{linear} in {dtype}, frozen: {names}"
+            for linear, (_, dtype, _), names in zip(linears, traits, frozen, strict=True)
+        )
+        raise UsageError(
+            f"these layers cannot be stored as one: {found}",
+            code="bad-size",
+            fix="give all the same input features, dtype, bias and requires_grad",
+        )
     packed = _linear_like(linears[0], sum(linear.out_features for linear in linears))
     with torch.no_grad():
         for name, parameter in packed.named_parameters():
@@ -103,7 +121,7 @@ def unpack(packed: nn.Linear, sizes: Sequence[int]) -> list[nn.Linear]:
     with torch.no_grad():
         for name, whole in packed.named_parameters():
             for linear, values in zip(linears, whole.split(list(sizes)), strict=True):
-                linear.get_parameter(name).copy_(values)
+                linear.get_parameter(name).requires_grad_(whole.requires_grad).copy_(values)
     return linears
 
 
