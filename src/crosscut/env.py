@@ -90,15 +90,11 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         commit=environ.get("CROSSCUT_COMMIT") or None,
         collectives=one_of("CROSSCUT_COLLECTIVES", Settings.collectives, "auto", "nccl", "kernels"),
         log=one_of("CROSSCUT_LOG", Settings.log, "debug", "info", "warning", "error"),
-        schedule=_schedule(environ.get("CROSSCUT_SCHEDULE", Settings.schedule).lower()),
+        schedule=one_of(
+            "CROSSCUT_SCHEDULE", Settings.schedule, "auto", "plain", "pieces", *(f"pieces:{n}" for n in range(1, 17))
+        ),
         matmul=one_of("CROSSCUT_MATMUL", Settings.matmul, "auto", "cublas", "skinny"),
     )
-
-
-def _schedule(value: str) -> str:
-    if re.fullmatch(r"pieces:([1-9]|1[0-6])", value):
-        return value
-    return choose("CROSSCUT_SCHEDULE", value, ("auto", "plain", "pieces", "pieces:2"), code="bad-env")
 
 
 def _seconds(environ: Mapping[str, str], name: str, otherwise: float) -> float:

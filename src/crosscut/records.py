@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 import tempfile
 from dataclasses import dataclass, field
@@ -156,18 +157,22 @@ class RunRecord:
 def write_file(path: str | Path, text: str) -> Path:
     """Write ``text`` to the file ``path`` whole or not at all, and return the path; an existing file is replaced.
 
-    What is no regular file (``/dev/null``, a pipe) is written to and stays what it is. Raises as :func:`check_target`.
+    What is no regular file (``/dev/null``, a pipe) is written to and stays what it is, and so does the
+    file that ``/dev/stdout`` leads to. Raises as :func:`check_target`.
     """
     target = check_target(path)
+    data = text.encode(errors="backslashreplace")  # what a file's odd name left in it
     try:
-        if target.exists() and not target.is_file():
-            target.write_text(text, encoding="utf-8")
+        if _stays(target):
+            number = _descriptor(target)
+            with open(target if number is None else os.dup(number), "wb") as out:
+                out.write(data)
             return target
         place = target.resolve()  # a link stays one
-        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=place.name, suffix=".part")
+        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=".crosscut", suffix=".part")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="") as out:
-                out.write(text)
+            with os.fdopen(handle, "wb") as out:
+                out.write(data)
             os.chmod(temporary, 0o644)
             os.replace(temporary, place)
         except BaseException:
@@ -184,22 +189,35 @@ def check_target(path: str | Path) -> Path:
     Commands ask before they measure, so that no result is lost to a typo.
     """
     target = Path(path)
-    if not target.parent.is_dir():
-        raise UsageError(f"the folder {str(target.parent)!r} does not exist", code="file-missing", fix="create it first")
-    if target.is_dir():
-        raise UsageError(f"{str(target)!r} is a folder", code="bad-option", fix="give the name of a file")
-    if not target.exists() or target.is_file():
-        try:  # asking for permission is not enough: root has it even where nothing can be written
-            with tempfile.NamedTemporaryFile(dir=target.resolve().parent, prefix=target.name, suffix=".part"):
+    try:
+        if not target.parent.is_dir():
+            raise UsageError(f"the folder {str(target.parent)!r} does not exist", code="file-missing", fix="create it first")
+        if target.is_dir():
+            raise UsageError(f"{str(target)!r} is a folder", code="bad-option", fix="give the name of a file")
+        if not _stays(target):  # asking for permission is not enough: root has it even where nothing can be written
+            with tempfile.NamedTemporaryFile(dir=target.resolve().parent, prefix=".crosscut", suffix=".part"):
                 pass
-        except OSError as error:
-            raise _unwritable(target, error) from None
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead round in a circle
+        raise _unwritable(target, error) from None
     return target
 
 
-def _unwritable(target: Path, error: OSError) -> UsageError:
+def _stays(target: Path) -> bool:
+    """Whether ``target`` is written to as it is, and not replaced by a new file."""
+    return target.exists() and (not target.is_file() or _descriptor(target) is not None)
+
+
+def _descriptor(target: Path) -> int | None:
+    """The number of the open file that ``/dev/stdout`` and its kin name; it may be a regular one that holds more already."""
+    name = {"/dev/stdout": "/dev/fd/1", "/dev/stderr": "/dev/fd/2"}.get(str(target), str(target))
+    match = re.fullmatch(r"/(?:dev|proc/self)/fd/(\d+)", name)
+    return None if match is None else int(match.group(1))
+
+
+def _unwritable(target: Path, error: OSError | RuntimeError) -> UsageError:
+    why = error.strerror if isinstance(error, OSError) else error
     return UsageError(
-        f"{str(target)!r} cannot be written: {error.strerror}", code="bad-option", fix="name another file, or make room for it"
+        f"{str(target)!r} cannot be written: {why}", code="bad-option", fix="name another file, or make room for it"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -169,6 +170,15 @@ def test_a_world_of_one_refuses_what_more_ranks_would(option: dict[str, str]) ->
     with pytest.raises(UsageError, match="is not known") as caught:
         join.init_mesh(**option)  # type: ignore[arg-type]
     assert caught.value.code == "bad-option"
+
+
+def test_more_ranks_than_pipes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_pipe(duplex: bool) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("crosscut.distributed.supervise.Pipe", no_pipe)
+    with pytest.raises(UsageError, match="9999 ranks cannot be started on this host: Too many open files"):
+        run(print, (), LaunchConfig(9999, device="cpu"))
 
 
 def test_own_error_of_a_rank_arrives_whole(capsys: pytest.CaptureFixture[str]) -> None:
@@ -380,6 +390,7 @@ _ERROR, _ECHO = RankError("own", code="rank-failed"), RankError("echo", code="ra
         ([Failure(0, _ECHO, True, 0.0), Failure(1, None, False, 2.1)], Death(0, 1), "echo"),  # ended by torch's agent
         ([Failure(0, _ECHO, True, 0.0), Failure(1, None, False, 0.1)], Death(1, -9), "rank 1 of 2 was killed by SIGKILL"),
         ([Failure(1, None, False, 0.0), Failure(0, _ECHO, True, 0.1)], Death(0, 1), "rank 1 of 2 left without a word"),
+        ([Failure(1, None, False, 0.0), Failure(0, None, False, 2.6)], Death(0, -9), "rank 1 of 2 left without a word"),
         ([Failure(1, None, False, 0.0)], Death(1, 3), "rank 1 of 2 exited with code 3 without a word"),
         ([], Death(1, 1), "rank 1 of 2 exited with code 1 before it started"),
         ([], Death(0, -99), "rank 0 of 2 was killed by signal 99"),
@@ -413,6 +424,12 @@ def test_a_lost_connection_is_told_in_plain_words() -> None:
     assert "pair.cc:553" in as_failure(error, 0, 2, 60.0, debug=True).message
     backend = dist.DistBackendError("NCCL error: unhandled system error")
     assert "unhandled system error" in as_failure(backend, 0, 2, 60.0, debug=False).message
+
+
+def test_a_rank_out_of_memory_is_told_what_to_do() -> None:
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        assert "ask for less" in str(as_failure(error, 0, 2, 1.0, debug=False).fix)
+    assert as_failure(ValueError("no"), 0, 2, 1.0, debug=False).fix is None
 
 
 def test_debug_shows_the_traceback() -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from crosscut.bench.block import BlockConfig
 from crosscut.bench.layers import _relative_errors, with_gains
-from crosscut.bench.memory import out_of_memory
 from crosscut.bench.shapes import Shape, parse_counts, parse_dtype, parse_list, parse_shape, parse_sizes
 from crosscut.bench.timing import copies
 from crosscut.bench.verdict import allowed_error, kept, label, noisy, pays_from, speedup, wrong_results
 from crosscut.cli.main import main
+from crosscut.distributed.rank_main import out_of_memory
 from crosscut.errors import UsageError
 from crosscut.records import Row, Times
 from crosscut.units import ROUNDOFF
@@ -222,6 +224,29 @@ def test_ctrl_c_ends_every_command_alike(monkeypatch: pytest.MonkeyPatch, capsys
     with pytest.raises(SystemExit) as ended:
         main()
     assert (ended.value.code, capsys.readouterr().err) == (1, "error: the run was ended by SIGINT [interrupted]\n")
+
+
+@pytest.mark.parametrize("loading", ["typer", "numpy"])
+def test_ctrl_c_while_a_command_loads_is_told_too(loading: str, tmp_path: Path) -> None:
+    once = "import os, signal\nos.rename(__file__, __file__ + '.gone')\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / f"{loading}.py").write_text(once)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from crosscut.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "bench", "linear", "--tp", "1", "--shape", "1x4->4", "--seconds", "0.01"]
+    run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (1, "error: the run was ended by SIGINT [interrupted]\n")
+
+
+def test_closed_streams_and_an_ascii_terminal_end_nothing() -> None:
+    code = (
+        "import os; from crosscut.cli.main import _ready_streams; _ready_streams()\n"
+        "os._exit(not all(map(os.get_inheritable, range(3))))"
+    )
+    run = subprocess.run(f'{sys.executable} -c "{code}" <&- >&- 2>&-', shell=True, check=False, timeout=60)
+    assert run.returncode == 0
+    code = "from crosscut.cli.main import _ready_streams; _ready_streams(); print(chr(0x2013), chr(0xdcff))"
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii:strict"}
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, env=ascii_only, timeout=60)
+    assert run.stdout == b"\\u2013 \\udcff\n", run.stderr
 
 
 def test_labels() -> None:

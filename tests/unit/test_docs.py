@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 import typer.main
 
-from crosscut.cli.main import app, main
+from crosscut.cli.app import app
+from crosscut.cli.main import main
 from crosscut.errors import CODES
 from crosscut.records import Hardware, Row, RunRecord, Times
 from crosscut.sharding import FAMILIES

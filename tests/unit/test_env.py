@@ -192,6 +192,7 @@ def test_settings() -> None:
         ({"CROSSCUT_TIMEOUT": "0"}, "not a number of seconds"),
         ({"CROSSCUT_KERNEL_TIMEOUT": "-1"}, "CROSSCUT_KERNEL_TIMEOUT='-1' is not a number of seconds"),
         ({"CROSSCUT_LOG": "loud"}, "'loud' is not known"),
+        ({"CROSSCUT_SCHEDULE": "pieces:0"}, "use one of: auto, plain, pieces, pieces:1, .*, pieces:16$"),
     ):
         with pytest.raises(UsageError, match=words) as caught:
             settings(environ)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from crosscut.bench.collectives import CollectivesConfig
-from crosscut.bench.extend import extend
+from crosscut.bench.extend import all_exact, extend
 from crosscut.bench.nccl_forced import LINKS, Choice, measure, need_nccl, parse_choices, run
 from crosscut.bench.nccl_log import Cost, Decision, explain, parse_costs, parse_decisions
 from crosscut.env import exported
@@ -229,6 +229,7 @@ def test_wrong_elements_of_a_choice_make_the_record_wrong() -> None:
         "WRONG: all_reduce by nccl tree (eager, 4 KiB): 2 elements differ; the first is element 3 on rank 1, 2 instead of 5."
     ) in record.notes
     assert record.notes[-1] == "more"
+    assert all_exact([row("barrier")]) == "What was measured has no result to check."
 
 
 def test_a_choice_that_nccl_ignores_gives_no_rows() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from crosscut.env import settings
 from crosscut.errors import CODES, RankError, UsageError
 from crosscut.hardware import find_gpu
-from crosscut.records import SCHEMA, Hardware, Row, RunRecord, Times, base_versions, check_target, now
+from crosscut.records import SCHEMA, Hardware, Row, RunRecord, Times, base_versions, check_target, now, write_file
 from crosscut.units import format_gain, format_size, format_us, parse_size
 
 
@@ -76,6 +78,29 @@ def test_a_place_that_cannot_be_written_is_refused_before_and_after() -> None:
         with pytest.raises(UsageError, match=r"'/proc/r.json' cannot be written: .") as caught:
             write("/proc/r.json")
         assert caught.value.code == "bad-option"
+
+
+def test_a_name_is_refused_only_when_the_system_does(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for name, words in (("n" * 256, "File name too long"), ("a", "loop")):
+        with pytest.raises(UsageError, match=f"cannot be written: .*{words}"):
+            check_target(tmp_path / name)
+    assert record().write(tmp_path / ("n" * 255)).is_file()
+
+
+def test_standard_output_keeps_what_it_holds(tmp_path: Path) -> None:
+    code = "from crosscut.records import write_file as w; w('/dev/stdout', 'a\\n'); print('b'); w('/dev/fd/1', 'c\\n')"
+    log = tmp_path / "log"
+    for held in ("", "before\n"):
+        log.write_text(held)
+        with log.open("a") as out:
+            subprocess.run([sys.executable, "-uc", code], stdout=out, check=True, timeout=60)
+        assert log.read_text() == f"{held}a\nb\nc\n"
+
+
+def test_half_a_character_does_not_cost_the_file(tmp_path: Path) -> None:
+    assert write_file(tmp_path / "page.html", "a\udcff").read_text() == "a\\udcff"
 
 
 def test_links_and_pipes_stay_what_they_are(tmp_path: Path) -> None:

@@ -74,6 +74,13 @@ def test_the_break_even_line_is_inside_when_every_split_is_slower() -> None:
     assert 10**low < 0.3 < 1 < 10**high
 
 
+def test_the_break_even_line_is_seen_where_there_is_one_shape() -> None:
+    row = Row("linear", "nccl", "eager", 2, "float32", {"tokens": 1}, extra={"speedup": 0.3})
+    (chart,) = charts([record([row])], ["a"])
+    mark = trace(chart, "break-even (1)")
+    assert (mark.mode, mark.marker.symbol, mark.marker.line.width) == ("markers", "line-ew", 2), "a line needs two places"
+
+
 def test_communication_and_error() -> None:
     drawn = charts([linear_record()], ["a"])
     comm, error = by_key(drawn, "comm"), by_key(drawn, "error")

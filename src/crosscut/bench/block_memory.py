@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from crosscut.bench.memory import out_of_memory, peak_bytes, saved_bytes
+from crosscut.bench.memory import peak_bytes, saved_bytes
 from crosscut.bench.timing import slowest
 from crosscut.bench.verdict import label
 from crosscut.distributed.mesh import Mesh
+from crosscut.distributed.rank_main import out_of_memory
 from crosscut.errors import RankError, UsageError
 from crosscut.layers import ParallelBlock
 from crosscut.records import Row

@@ -139,7 +139,7 @@ def run(ctx: RankContext, config: CollectivesConfig, cases: Mapping[str, Case] =
         raise UsageError(
             f"nothing could be measured. {' '.join(skipped)}",
             code="bad-option",
-            fix=f"choose another --dtype, --redop or --mode, or --impl {ctx.backend}",
+            fix=f"change what that names (--op, --sizes, --dtype, --redop, --mode or --tp), or use --impl {ctx.backend}",
         )
     where = hardware(mesh)
     found = summarise(rows, where.device, where.links)

@@ -48,6 +48,8 @@ def extend(record: RunRecord, rows: Sequence[Row], notes: Sequence[str]) -> RunR
 def all_exact(rows: Sequence[Row]) -> str:
     """The sentence of a run without a wrong element."""
     checked = sum(row.error is not None for row in rows)
+    if not checked:
+        return "What was measured has no result to check."
     return f"All {checked} results are exact, element by element, in calls that were timed."
 
 

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from crosscut.bench.calls import Problem, Way
 from crosscut.bench.context import make_record
-from crosscut.bench.memory import out_of_memory, peak_bytes, saved_bytes
+from crosscut.bench.memory import peak_bytes, saved_bytes
 from crosscut.bench.timing import Call, Sampling, pilot, slowest, time_case
 from crosscut.bench.verdict import kept, label, noisy, pays_from, wrong_results
 from crosscut.collectives import all_gather, all_reduce, choice, fast
 from crosscut.collectives.select import Choice
 from crosscut.distributed.join import RankContext
 from crosscut.distributed.mesh import Group, Mesh
+from crosscut.distributed.rank_main import out_of_memory
 from crosscut.errors import UsageError
 from crosscut.layers import matmul
 from crosscut.layers.explain import explain

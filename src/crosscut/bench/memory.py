@@ -22,12 +22,6 @@ def saved_bytes(run: Callable[[], object], parameters: Sequence[Tensor]) -> int:
     return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in own)
 
 
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch could not allocate; its CPU allocator and a size beyond 2^64 bytes have no error of their own."""
-    words = ("can't allocate memory", "Storage size calculation overflowed")
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
-
-
 def peak_bytes(run: Callable[[], object]) -> int:
     """How far ``run`` takes the GPU's allocated memory above where it was, at most."""
     run()

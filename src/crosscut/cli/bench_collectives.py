@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from crosscut.cli.ranks import Backend, Device, Json, Out, Tp, deliver, refuse, run_on_ranks
+from crosscut.cli.ranks import Backend, Device, Json, Out, Tp, deliver, load_numpy, refuse, run_on_ranks
 from crosscut.env import settings
 from crosscut.errors import MismatchError, UsageError, choose
 from crosscut.records import check_target, write_file
@@ -138,7 +138,7 @@ def collectives(
         raise UsageError(f"the root {root} is not one of the {tp} ranks", code="bad-option", fix=f"use --root 0 to {tp - 1}")
     if csv_file is not None:
         check_target(csv_file)
-        if out is not None and out.resolve() == csv_file.resolve():
+        if out is not None and check_target(out).resolve() == csv_file.resolve():
             raise UsageError(f"--csv and --out are both {str(out)!r}", code="bad-option", fix="name two files")
     common = {"root": root, "seconds": seconds, "seed": seed}
     record = _measured(tp, asked, common | {"pairs": pairs, "cold": cold}, (algo, proto, link), backend, device, out)
@@ -169,6 +169,7 @@ def _measured(
     out: Path | None,
 ) -> RunRecord | None:
     """The record of everything that crosscut's own ranks measure; None where nothing but MPI was asked for."""
+    load_numpy()
     from crosscut.bench import nccl_forced
     from crosscut.bench.collectives import CollectivesConfig, run
 

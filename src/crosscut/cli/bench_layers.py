@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from crosscut.cli.ranks import Backend, Device, Json, Out, Tp, deliver, refuse, run_on_ranks
+from crosscut.cli.ranks import Backend, Device, Json, Out, Tp, deliver, load_numpy, refuse, run_on_ranks
 from crosscut.errors import MismatchError, choose
 
 if TYPE_CHECKING:
@@ -215,12 +215,13 @@ def block(
 def _common(
     tp: int, dtype: str, mode: str, against: str, seconds: float, seed: int, backward: bool, explain: bool
 ) -> dict[str, Any]:
-    """What all layer benches are asked for, checked."""
+    """What all layer benches are asked for, checked; torch may be loaded afterwards."""
     from crosscut.bench.shapes import parse_dtype, parse_list
 
     modes = () if mode == "auto" else parse_list(mode, "mode", ("eager", "graph"))
     peers = parse_list(against, "peer", ("nccl", "gloo", "dtensor"))
     given = {"tp": tp, "dtype": parse_dtype(dtype), "modes": modes, "against": peers}
+    load_numpy()
     return given | {"seconds": seconds, "seed": seed, "backward": backward, "explain": explain}
 
 

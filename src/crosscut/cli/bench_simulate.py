@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from crosscut.cli.ranks import deliver, run_on_ranks
+from crosscut.cli.ranks import deliver, load_numpy, run_on_ranks
 from crosscut.errors import MismatchError
 from crosscut.units import format_size, parse_size
 
@@ -47,6 +47,7 @@ def simulate(algorithm: str, op: str, world: int, size: str, json: bool, out: Pa
     Raises UsageError (``bad-option``, ``bad-size``) before any rank starts, MismatchError (``result-differs``) after the
     output when an element of the result is wrong.
     """
+    load_numpy()
     from crosscut.bench.schedules import check
     from crosscut.bench.simulate import SimulateConfig, refuse
     from crosscut.bench.simulate import simulate as run

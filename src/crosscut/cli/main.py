@@ -1,56 +1,31 @@
-"""``crosscut``: the program. One place turns errors into one message and an exit code: 0 done, 1 failed, 2 a user's mistake."""
+"""``crosscut``: the program. One place turns errors into one message and an exit code: 0 done, 1 failed, 2 a user's mistake.
+
+The commands are imported inside :func:`main`, so that a Ctrl-C while they load is caught as well.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
+from io import TextIOWrapper
 from typing import NoReturn
 
-import typer
-from rich.console import Console
-
-from crosscut.cli.bench import bench
-from crosscut.cli.convert import convert
-from crosscut.cli.plan import plan
-from crosscut.cli.report import report
-from crosscut.cli.tune import tune
 from crosscut.env import quiet_torch, rank_env, settings
 from crosscut.errors import CrosscutError, RankError, UsageError
-from crosscut.version import __version__
 
 TYPER_INTERRUPTED = 130
 """The exit code that typer makes of a KeyboardInterrupt."""
-
-app = typer.Typer(
-    name="crosscut",
-    help="Split a layer or a model over several GPUs, prove the answer equal, and see whether it pays.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.add_typer(bench, name="bench")
-app.command()(plan)
-app.command()(tune)
-app.command()(report)
-app.command()(convert)
-
-
-@app.callback(invoke_without_command=True)
-def crosscut(
-    version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
-) -> None:
-    if version:
-        typer.echo(f"crosscut {__version__}")
-        raise typer.Exit
 
 
 def main() -> None:
     """Entry of the console script."""
     try:
+        _ready_streams()
         quiet_torch()
         settings()
+        from crosscut.cli.app import app
+
         app()
     except CrosscutError as error:
         tell(error)
@@ -72,6 +47,17 @@ def main() -> None:
         sys.exit(UsageError.exit_code)
 
 
+def _ready_streams() -> None:
+    """Have all three streams (``>&-`` closes one, whose number a pipe to the ranks would take), and let them take any text."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            lowest = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(lowest, True)
+            setattr(sys, name, os.fdopen(lowest, mode))
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python sets standard error
+
+
 def _stopped() -> NoReturn:
     """The end by Ctrl-C of what has no ranks, with the words and the exit code of what has."""
     error = RankError("the run was ended by SIGINT", code="interrupted")
@@ -81,6 +67,8 @@ def _stopped() -> NoReturn:
 
 def tell(error: CrosscutError) -> None:
     """Write an error for people: what happened, its code, and what to do."""
+    from rich.console import Console
+
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"{_who()}[bold red]error:[/] ", end="")
     console.print(error.message, markup=False, end="")

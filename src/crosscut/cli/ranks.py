@@ -40,6 +40,11 @@ def refuse(ctx: typer.Context, why: str, *unused: str) -> None:
         raise UsageError(f"{why} {', '.join(typed)}", code="bad-option", fix=f"leave {' and '.join(typed)} out")
 
 
+def load_numpy() -> None:
+    """Load numpy ahead of torch: in torch's own import of it a Ctrl-C is swallowed, and the command would go on."""
+    import numpy  # noqa: F401
+
+
 def run_on_ranks(fn: Callable[..., T], config: Any, tp: int, backend: str, device: str, out: Path | None = None) -> T | None:
     """Call ``fn(ctx, config)`` on ``tp`` ranks, started here or joined; rank 0's result, None on other ranks.
 

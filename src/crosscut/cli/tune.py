@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from crosscut.cli.ranks import Json, Out, Tp, deliver, run_on_ranks
+from crosscut.cli.ranks import Json, Out, Tp, deliver, load_numpy, run_on_ranks
 
 
 def tune(tp: Tp = 2, json: Json = False, out: Out = None) -> None:
@@ -15,6 +15,7 @@ def tune(tp: Tp = 2, json: Json = False, out: Out = None) -> None:
 
     Needs NVIDIA GPUs of one host that are linked by NVLink, one for each rank.
     """
+    load_numpy()
     from crosscut.bench.tune import TuneConfig, run
 
     record = run_on_ranks(run, TuneConfig(tp), tp, "auto", "auto", out)

@@ -89,7 +89,14 @@ def _check_world(env: RankEnv, config: LaunchConfig) -> None:
 def _start(
     fn: Callable[..., T], args: tuple[Any, ...], config: LaunchConfig, on_progress: OnProgress | None, debug: bool
 ) -> T | None:
-    supervisor = Supervisor(config.nproc, on_progress, config.timeout)
+    try:
+        supervisor = Supervisor(config.nproc, on_progress, config.timeout)
+    except OSError as error:
+        raise UsageError(
+            f"{config.nproc} ranks cannot be started on this host: {error.strerror}",
+            code="bad-option",
+            fix="ask for fewer, or raise the limit on open files (ulimit -n): four for each rank",
+        ) from None
     task = Task(pickle.dumps((fn, args)), config, os.getpid(), supervisor.wires, debug)
     supervisor.start()
     answers, died = {}, None

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from crosscut.distributed.join import LaunchConfig, RankContext, world
@@ -116,6 +117,7 @@ def as_failure(error: BaseException, rank: int, world_size: int, timeout: float,
         return RankError("the run was ended by SIGINT", code="interrupted")
     who = f"rank {rank} of {world_size}"
     words = str(error).strip() or "no message"
+    fix = "ask for less: smaller sizes, fewer tokens, or a narrower dtype" if out_of_memory(error) else None
     if is_echo(error) and _TIMED_OUT.search(words):
         return CollectiveTimeout(
             f"{who} waited more than {timeout:g} s for another rank: {words.splitlines()[0]}",
@@ -133,7 +135,13 @@ def as_failure(error: BaseException, rank: int, world_size: int, timeout: float,
     else:
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return RankError(f"{who} failed: {type(error).__name__}: {words}{where}", code="rank-failed")
+    return RankError(f"{who} failed: {type(error).__name__}: {words}{where}", code="rank-failed", fix=fix)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; torch's CPU allocator and a size beyond 2^64 bytes have no error of their own."""
+    words = ("can't allocate memory", "Storage size calculation overflowed")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
 
 
 def is_echo(error: BaseException) -> bool:

@@ -191,7 +191,10 @@ def first_failure(failures: list[Failure], death: Death | None, world_size: int)
     if own and own[0].error is not None:
         return own[0].error
     if death is not None and death.rank not in told:
-        return _died(death, world_size, started=any(failure.rank == death.rank for failure in failures))
+        started = death.rank in {failure.rank for failure in failures}
+        # One that died later was ended by us, because another left with exit code 0, which is no death to torch's agent.
+        if not started or not own or death.rank in {failure.rank for failure in own}:
+            return _died(death, world_size, started)
     if own:
         return RankError(f"rank {own[0].rank} of {world_size} left without a word", code="rank-died")
     error = failures[0].error

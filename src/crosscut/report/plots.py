@@ -266,8 +266,8 @@ def _mark(figure: go.Figure, points: list[Point], value: float, text: str) -> No
     sizes = _sizes(points)
     places = [min(sizes), max(sizes)] if sizes else list(figure.layout.xaxis.categoryarray)
     line = {"color": "#888888", "width": 2, "dash": "longdash"}
+    drawn: dict[str, Any] = {"mode": "lines", "line": line}
+    if len(set(places)) == 1:  # a line from a place to itself has no length
+        drawn = {"mode": "markers", "marker": {"symbol": "line-ew", "size": 80, "line": {"color": "#888888", "width": 2}}}
     name = f"{plain(text)} ({value:.0f})" if value >= 10 else f"{plain(text)} ({value:.2g})"
-    figure.add_trace(
-        {"type": "scatter", "mode": "lines", "name": name, "x": places, "y": [value] * len(places)}
-        | {"line": line, "hoverinfo": "skip"}
-    )
+    figure.add_trace({"type": "scatter", "name": name, "x": places, "y": [value] * len(places), "hoverinfo": "skip", **drawn})
