@@ -40,34 +40,41 @@ _MLA: dict[str, Any] = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 11008},
+    "olmo2": {"intermediate_size": 11008},
+    "phi": {"intermediate_size": 8192},
+    "phi3": {"intermediate_size": 8192},
     "gpt2": _TIED,
-    "opt": _TIED,
-    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "gemma": {**_TIED, "head_dim": 256, "num_key_value_heads": 16},
-    "gemma2": {**_TIED, "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
+    "gpt_neox": {"intermediate_size": 24576},
+    "opt": {**_TIED, "ffn_dim": 3072},
+    "mistral": {"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
+    "gemma": {**_TIED, "intermediate_size": 24576, "head_dim": 256, "num_key_value_heads": 16},
+    "gemma2": {**_TIED, "intermediate_size": 9216, "head_dim": 256, "num_key_value_heads": 4, "sliding_window": 4096},
     "gemma3_text": {
-        **_TIED, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208,
-        "max_position_embeddings": 131072, "sliding_window": 4096,
+        **_TIED, "intermediate_size": 9216, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window": 4096,
     },
     "falcon": {**_TIED, "multi_query": True, "new_decoder_architecture": False, "max_position_embeddings": 2048},
-    "starcoder2": {**_TIED, "num_key_value_heads": 2},
-    "cohere": {**_TIED, "use_qk_norm": False},
-    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "qwen2": _NO_WINDOW,
+    "starcoder2": {**_TIED, "intermediate_size": 12288, "num_key_value_heads": 2},
+    "cohere": {**_TIED, "intermediate_size": 22528, "use_qk_norm": False},
+    "mixtral": {"intermediate_size": 14336, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2": {**_NO_WINDOW, "intermediate_size": 22016, "num_key_value_heads": 32},
     "qwen2_moe": {
-        **_NO_WINDOW, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
+        **_NO_WINDOW, "intermediate_size": 5632, "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4,
         "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "decoder_sparse_step": 1,
     },
-    "qwen3": {**_NO_WINDOW, "head_dim": 128},
+    "qwen3": {**_NO_WINDOW, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128},
     "qwen3_moe": {
-        **_NO_WINDOW, "num_key_value_heads": 4, "num_local_experts": 128, "num_experts_per_tok": 8,
+        **_NO_WINDOW, "intermediate_size": 6144, "num_key_value_heads": 4, "num_local_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768, "decoder_sparse_step": 1,
     },
     "deepseek_v2": {
-        **_MLA, "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, "first_k_dense_replace": 0,
+        **_MLA, "intermediate_size": 11008, "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
     },
     "deepseek_v3": {
-        **_MLA, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
+        **_MLA, "intermediate_size": 18432,
+        "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
         "first_k_dense_replace": 3,
     },
 }  # fmt: skip
@@ -221,8 +228,8 @@ class _Reader:
         )
 
     def _kv_heads(self, heads: int) -> int:
-        if self.model_type == "falcon" and not self.raw["new_decoder_architecture"]:
-            return 1 if self.raw["multi_query"] else heads  # whatever num_kv_heads says, as FalconAttention does
+        if self.model_type == "falcon" and not self.raw.get("new_decoder_architecture"):
+            return 1 if self.raw.get("multi_query") else heads  # whatever num_kv_heads says, as FalconAttention does
         if self.raw.get("multi_query") is True and self.model_type != "falcon":
             return 1
         return self.size("kv_heads", heads)
@@ -235,7 +242,7 @@ class _Reader:
         return hidden // heads
 
     def _latent(self) -> Latent | None:
-        if "kv_lora_rank" not in self.raw:
+        if "kv_lora_rank" not in self.raw and "kv_lora_rank" not in DEFAULTS.get(self.model_type, ()):
             return None
         dims = (self.size(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
         return Latent(self.size("q_lora_rank", 0, 0) or None, self.size("kv_lora_rank"), *dims)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,27 +20,17 @@ TWO = LaunchConfig(2, "gloo", "cpu")
 
 
 @pytest.fixture(scope="module")
-def directory() -> Path:
-    """The model's directory, fetched and converted when it is not there; skipped where that is not possible."""
-    script, environment = ROOT / "scripts" / "fetch_smollm2", {**os.environ, "PYTHON": sys.executable}
-    fetched = subprocess.run([script], check=False, env=environment, text=True, capture_output=True, timeout=150)
-    if fetched.returncode:
-        pytest.skip(f"SmolLM2 cannot be fetched here: {fetched.stderr.strip()[-300:]}")
-    return Path(fetched.stdout.strip())
-
-
-@pytest.fixture(scope="module")
-def ids(directory: Path) -> torch.Tensor:
-    ids: torch.Tensor = AutoTokenizer.from_pretrained(directory)("The capital of France is", return_tensors="pt").input_ids
+def ids(smollm2: Path) -> torch.Tensor:
+    ids: torch.Tensor = AutoTokenizer.from_pretrained(smollm2)("The capital of France is", return_tensors="pt").input_ids
     return ids
 
 
-def test_it_takes_a_shard_and_a_tensor(directory: Path, ids: torch.Tensor, tmp_path: Path) -> None:
+def test_it_takes_a_shard_and_a_tensor(smollm2: Path, ids: torch.Tensor, tmp_path: Path) -> None:
     """And is saved as the file that it was loaded from. Loading it whole and splitting it takes more than that."""
-    largest = max(stored.stop - stored.start for stored in read_headers(directory).values())
-    unsplit = AutoModelForCausalLM.from_pretrained(directory).eval()
+    largest = max(stored.stop - stored.start for stored in read_headers(smollm2).values())
+    unsplit = AutoModelForCausalLM.from_pretrained(smollm2).eval()
     expected = unsplit.generate(ids, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
-    found = run(load_ranks.load, (directory, tmp_path / "again", ids, NEW_TOKENS), TWO)
+    found = run(load_ranks.load, (smollm2, tmp_path / "again", ids, NEW_TOKENS), TWO)
     assert found is not None
     assert torch.equal(found.text, expected)
     for streamed, plain, own in zip(found.streamed, found.plain, found.own, strict=True):
@@ -51,13 +38,13 @@ def test_it_takes_a_shard_and_a_tensor(directory: Path, ids: torch.Tensor, tmp_p
         assert streamed < own + largest, f"{streamed >> 20} MiB for a shard of {own >> 20} MiB"
         assert plain > own + largest, "the measure notices nothing"
     again = tmp_path / "again" / "model.safetensors"
-    assert again.read_bytes() == (directory / "model.safetensors").read_bytes()
-    before, after = (json.loads((path / "config.json").read_text()) for path in (directory, tmp_path / "again"))
+    assert again.read_bytes() == (smollm2 / "model.safetensors").read_bytes()
+    before, after = (json.loads((path / "config.json").read_text()) for path in (smollm2, tmp_path / "again"))
     assert all(after[key] == value for key, value in before.items() if key in after)
 
 
 @pytest.mark.slow
-def test_a_gguf_file_is_the_model_that_it_converts_to(directory: Path) -> None:
+def test_a_gguf_file_is_the_model_that_it_converts_to(smollm2: Path) -> None:
     if not GGUF.is_file():
         pytest.skip("the directory was fetched without its GGUF file")
-    assert run(load_ranks.gguf_differs, (GGUF, directory), TWO) == []
+    assert run(load_ranks.gguf_differs, (GGUF, smollm2), TWO) == []

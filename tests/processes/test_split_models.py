@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -17,19 +14,9 @@ from crosscut.distributed.launch import LaunchConfig, run
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def directory() -> Path:
-    """The model's directory, fetched and converted when it is not there; skipped where that is not possible."""
-    script, environment = ROOT / "scripts" / "fetch_smollm2", {**os.environ, "PYTHON": sys.executable}
-    fetched = subprocess.run([script], check=False, env=environment, text=True, capture_output=True, timeout=150)
-    if fetched.returncode:
-        pytest.skip(f"SmolLM2 cannot be fetched here: {fetched.stderr.strip()[-300:]}")
-    return Path(fetched.stdout.strip())
-
-
 @cache
-def unsplit(directory: Path, new_tokens: int) -> torch.Tensor:
-    text = run(split_ranks.greedy, (directory, new_tokens, False), LaunchConfig(1, "gloo", "cpu"))
+def unsplit(smollm2: Path, new_tokens: int) -> torch.Tensor:
+    text = run(split_ranks.greedy, (smollm2, new_tokens, False), LaunchConfig(1, "gloo", "cpu"))
     assert text is not None
     return text
 
@@ -37,10 +24,10 @@ def unsplit(directory: Path, new_tokens: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("tp", "new_tokens"), [(2, 16), *(pytest.param(tp, 64, marks=pytest.mark.slow) for tp in (1, 2, 3, 4))]
 )
-def test_greedy_text_is_that_of_transformers(directory: Path, tp: int, new_tokens: int) -> None:
-    expected = unsplit(directory, new_tokens)
+def test_greedy_text_is_that_of_transformers(smollm2: Path, tp: int, new_tokens: int) -> None:
+    expected = unsplit(smollm2, new_tokens)
     assert expected.shape == (split_ranks.PROMPTS, new_tokens)
-    text = run(split_ranks.greedy, (directory, new_tokens, True), LaunchConfig(tp, "gloo", "cpu"))
+    text = run(split_ranks.greedy, (smollm2, new_tokens, True), LaunchConfig(tp, "gloo", "cpu"))
     assert text is not None
     different = [row for row in range(split_ranks.PROMPTS) if not torch.equal(text[row], expected[row])]
     assert not different, f"prompts {different} go on differently"

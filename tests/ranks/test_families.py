@@ -282,6 +282,20 @@ def test_narrow_experts(on_ranks: OnRanks, features: int, tp: int, dtype: torch.
         assert float((found - expected).norm()) <= near * float(expected.norm())
 
 
+@pytest.mark.parametrize("name", ["llama-10q2kv", "phi3-10q2kv"])
+def test_training_after_inference_mode(on_ranks: OnRanks, name: str) -> None:
+    """What a rank made in inference mode (the order in which heads are repeated) serves backward, too."""
+
+    def body(mesh: Mesh) -> Tensor:
+        model = cc.parallelize(zoo.model(name), mesh)
+        with torch.inference_mode():
+            model(**batch(name))
+        return outcome(model, name)["loss"]
+
+    for loss in on_ranks(3, body):
+        assert_equal({"loss": loss}, unsplit(name))
+
+
 def test_a_deep_copy_is_restored_too() -> None:
     """What was not there before the change is not there afterwards, in a copy as in the original."""
     module = torch.nn.Linear(2, 2)

@@ -22,7 +22,8 @@ from crosscut.distributed.mesh import Mesh
 from crosscut.errors import RankError, UsageError
 from crosscut.models import load as loading
 from crosscut.models import read, save, slots
-from crosscut.sharding import Column
+from crosscut.sharding import Column, plan
+from crosscut.sharding.describe import describe
 
 OnRanks = Callable[..., list[Any]]
 SHARD = "60KB"
@@ -118,6 +119,15 @@ def test_dtypes_are_those_of_transformers(on_ranks: OnRanks, name: str, dtype: t
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32).state_dict()
     for found in on_ranks(2, whole(tmp_path / "theirs", dtype="float32")):
         assert_same(found, converted)
+
+
+@pytest.mark.parametrize("name", ["llama-9q3kv-tied", "deepseek_v3"])
+def test_the_plan_counts_the_bytes_that_a_rank_holds(on_ranks: OnRanks, name: str, tmp_path: Path) -> None:
+    """Also of what stays in float32."""
+    saved(name, tmp_path)
+    for tp in (1, 3):
+        held = on_ranks(tp, lambda mesh: sum(t.local.nbytes for t in slots.tensors_of(load(tmp_path, mesh, dtype="float16"))))
+        assert tuple(held) == plan.split(describe(tmp_path, "float16"), tp).weights, tp
 
 
 @pytest.mark.parametrize("name", ["llama-9q3kv-tied", "gemma3", "qwen3_moe", "opt"])
@@ -309,6 +319,65 @@ def test_what_cannot_be_saved_is_refused(on_ranks: OnRanks, tmp_path: Path) -> N
         return codes
 
     assert on_ranks(2, body) == [["file-missing", "bad-option", "bad-option"]] * 2
+
+
+def test_a_folder_that_cannot_be_replaced(on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the process stands, and where a disk is mounted (a container's volume): both known before the work."""
+    saved("llama-6q3kv", tmp_path / "model")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def body(mesh: Mesh) -> None:
+        model = load(tmp_path / "model", mesh)
+        for where in (".", tmp_path, "/dev"):
+            with pytest.raises(UsageError, match="the current folder, around it, or where a disk is mounted") as error:
+                cc.save_pretrained(model, where, mesh)
+            assert error.value.code == "bad-option"
+        cc.save_pretrained(model, "new", mesh)
+
+    on_ranks(2, body)
+    assert_same_files(Path("new"), tmp_path / "model")
+
+
+def test_generation_as_transformers_reads_it(on_ranks: OnRanks, tmp_path: Path) -> None:
+    """Old checkpoints say it in config.json; one that cannot be read, or that transformers does not write, is refused."""
+    saved("llama-6q3kv", tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_length": 33, "temperature": 0.5, "eos_token_id": [5, 6]}))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config
+    assert theirs.max_length == 33
+
+    def body(mesh: Mesh) -> None:
+        model = load(tmp_path, mesh)
+        assert model.generation_config == theirs
+        with pytest.raises(UsageError, match=r"does not write the model's generation_config: .*\n.*temperature"):
+            cc.save_pretrained(model, tmp_path / "new", mesh)
+
+    on_ranks(2, body)
+    path.write_text("{")
+    for error in outcomes(on_ranks, 2, lambda mesh: load(tmp_path, mesh)):
+        assert "generation_config.json' cannot be used" in str(error)
+
+
+def test_what_transformers_cannot_build_is_refused(on_ranks: OnRanks, tmp_path: Path) -> None:
+    saved("llama-6q3kv", tmp_path)
+    for error in outcomes(on_ranks, 2, lambda mesh: load(tmp_path, mesh, attn_implementation="no_such")):
+        assert isinstance(error, UsageError)
+        assert error.code == "bad-config"
+        assert "transformers cannot build the model" in str(error)
+
+
+def test_files_that_transformers_saved_anew_in_one(on_ranks: OnRanks, tmp_path: Path) -> None:
+    """It removes the files of before, and leaves their index."""
+    saved("llama-6q3kv", tmp_path / "theirs", max_shard_size=SHARD)
+    saved("llama-6q3kv", tmp_path / "theirs")
+    index = tmp_path / "theirs" / "model.safetensors.index.json"
+    assert index.is_file()
+    on_ranks(2, lambda mesh: cc.save_pretrained(load(tmp_path / "theirs", mesh), tmp_path / "ours", mesh))
+    index.unlink()
+    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
 
 
 # ---- the tests can fail

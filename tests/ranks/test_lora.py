@@ -17,7 +17,7 @@ from torch import Tensor
 import crosscut as cc
 import zoo
 from crosscut.distributed.mesh import Mesh
-from crosscut.errors import UsageError
+from crosscut.errors import RankError, UsageError
 from crosscut.layers.replicas import check_replicas, placed_parameters
 from crosscut.models import splitter
 
@@ -181,5 +181,24 @@ def test_what_is_refused(on_ranks: OnRanks) -> None:
         model = cc.parallelize(zoo.model("llama-10q2kv"), mesh)
         with pytest.raises(ValueError, match="not supported"):
             peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        model = cc.parallelize(adapted("llama-10q2kv"), mesh)
+        with pytest.raises(UsageError, match="'another' cannot be added to a model that is split already"):
+            model.add_adapter("another", peft.LoraConfig(target_modules=["q_proj"]))
+        with pytest.raises(UsageError, match="'another' cannot be added"):
+            model.load_adapter("folder", adapter_name="another")
 
     on_ranks(4, body)
+
+
+def test_adapters_that_cannot_be_written_end_all_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ended = []
+
+    def body(mesh: Mesh) -> None:
+        model = cc.parallelize(adapted("llama-10q2kv"), mesh)
+        with pytest.raises(RankError if mesh.rank else ValueError, match="rank 0 failed: .*file" if mesh.rank else "file"):
+            model.save_pretrained(str(tmp_path / "file"))
+        ended.append(mesh.rank)
+
+    on_ranks(2, body)
+    assert sorted(ended) == [0, 1]

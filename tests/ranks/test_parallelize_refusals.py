@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,3 +190,20 @@ def test_clocks_of_ranks_do_not_end_a_text(on_ranks: OnRanks) -> None:
     on_ranks(2, body)
     alone = on_ranks(1, lambda mesh: cc.parallelize(zoo.model("gpt2"), mesh))[0]
     assert alone.generate(zoo.prompt("gpt2"), max_time=60.0, max_new_tokens=2).shape == (2, 11)
+
+
+@pytest.mark.parametrize("name", ["llama-6q3kv", "gemma3", "mixtral"])
+def test_a_split_model_is_not_pickled(on_ranks: OnRanks, name: str) -> None:
+    """Nor a part of it; gathered it is, and its state on a rank is."""
+
+    def body(mesh: Mesh) -> None:
+        model = cc.parallelize(zoo.model(name), mesh)
+        for part in (model, model.get_input_embeddings(), model.model.layers[0].self_attn, model.model.layers[0].mlp, mesh):
+            with pytest.raises(UsageError, match=r"cannot be pickled.*\n.*or crosscut.save_pretrained") as error:
+                torch.save(part, io.BytesIO())
+            assert error.value.code == "bad-option"
+        assert type(copy(model)) is type(model)
+        torch.save(model.state_dict(), io.BytesIO())
+        torch.save(cc.gather(model), io.BytesIO())
+
+    on_ranks(2, body)

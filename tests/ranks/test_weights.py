@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from crosscut.distributed.mesh import Mesh
 from crosscut.errors import RankError, UsageError
 from crosscut.layers.placed import Placed
-from crosscut.models import weights
+from crosscut.models import dcp, weights
 from crosscut.models.stream import damaged, write_stream
 from crosscut.models.weights import load, save
 from split_net import VOCAB, Net, advance, alone, trained, wholes
@@ -107,7 +107,8 @@ def test_a_full_disk_ends_the_save_on_all_ranks(
         raise OSError(28, "No space left on device")
 
     def body(mesh: Mesh) -> None:
-        with pytest.raises(RankError if mesh.rank else OSError, match="another rank" if mesh.rank else "No space left"):
+        words = "rank 0 failed: .*No space left" if mesh.rank else "No space left"
+        with pytest.raises(RankError if mesh.rank else OSError, match=words):
             save(Net(mesh, 2), path, mesh)
         ended.append(mesh.rank)
 
@@ -115,6 +116,49 @@ def test_a_full_disk_ends_the_save_on_all_ranks(
     on_ranks(world, body)
     assert sorted(ended) == list(range(world))
     assert path.read_bytes() == old
+
+
+@pytest.mark.parametrize("form", [weights, dcp])
+def test_what_one_rank_cannot_see_all_ranks_raise(on_ranks: OnRanks, form: Any, tmp_path: Path) -> None:
+    """As on a host where the folder is not: the others would wait for it. Nor for a rank with another's optimizer."""
+    (tmp_path / "here").mkdir()
+    ended = []
+
+    def body(mesh: Mesh) -> None:
+        model = Net(mesh, 1)
+        form.save(model, tmp_path / "here" / "m", mesh)
+        path = tmp_path / ("nowhere" if mesh.rank == 0 else "here") / "m"
+        stranger = torch.optim.SGD(model.parameters() if mesh.rank else [nn.Parameter(torch.ones(1))])
+        new = tmp_path / "here" / "new"
+        for call, where, optimizer in ((form.load, path, None), (form.save, path, None), (form.save, new, stranger)):
+            with pytest.raises(RankError if mesh.rank else UsageError) as error:
+                call(model, where, mesh, optimizer)
+            assert (error.value.code == "rank-failed") is bool(mesh.rank)
+            assert ("rank 0 failed: " in str(error.value)) is bool(mesh.rank)
+        ended.append(mesh.rank)
+
+    on_ranks(2, body)
+    assert sorted(ended) == [0, 1]
+
+
+@pytest.mark.parametrize("form", [weights, dcp])
+def test_the_current_folder_is_no_place_for_a_checkpoint(
+    on_ranks: OnRanks, form: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def body(mesh: Mesh) -> None:
+        with pytest.raises(UsageError, match=r"is a folder|is the current folder") as error:
+            form.save(Net(mesh, 1), ".", mesh)
+        assert error.value.code == "bad-option"
+        form.save(Net(mesh, 1), "m", mesh, notes={"step": "3"})
+        assert form.load(Net(mesh, 2), "m", mesh) == {"step": "3"}
+
+    on_ranks(2, body)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    if form is dcp:
+        monkeypatch.chdir("m")
+        assert on_ranks(1, lambda mesh: dcp.load(Net(mesh, 2), ".", mesh)) == [{"step": "3"}]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

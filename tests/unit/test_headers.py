@@ -107,6 +107,13 @@ def test_damaged_headers(tmp_path: Path, damage: Callable[[Path], Any], words: s
         pass
 
 
+def test_a_single_file_counts_before_an_index(tmp_path: Path) -> None:
+    """transformers leaves the index of files that it removes when a model is saved anew in one file."""
+    save_file({"a": torch.ones(2)}, tmp_path / SINGLE)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"b": "model-00001-of-00002.safetensors"}}))
+    assert list(read_headers(tmp_path)) == ["a"]
+
+
 def test_no_directory_and_nothing_in_it(tmp_path: Path) -> None:
     for directory, words in ((tmp_path / "none", "there is no directory"), (tmp_path, "holds neither")):
         with pytest.raises(UsageError, match=words) as caught:

@@ -107,11 +107,16 @@ def test_sliding_windows() -> None:
 
 @pytest.mark.parametrize("model_type", [name for family in FAMILIES.all() for name in family.model_types])
 def test_a_silent_config_means_what_transformers_takes_it_to_mean(model_type: str) -> None:
-    ffn = {"opt": "ffn_dim", "gpt2": "n_inner", "falcon": "ffn_hidden_size"}.get(model_type, "intermediate_size")
-    said = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 32, "vocab_size": 99, ffn: 2048}
+    said = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 64, "vocab_size": 99}
     ours = ModelConfig.from_dict({"model_type": model_type, **said})
     theirs = ModelConfig.from_dict(CONFIG_MAPPING[model_type](**said, bos_token_id=1, eos_token_id=2, pad_token_id=0).to_dict())
     assert dataclasses.replace(ours, max_positions=None) == dataclasses.replace(theirs, max_positions=None)
+
+
+def test_a_falcon_that_says_null_is_one_that_says_no() -> None:
+    falcon = changed(model_type="falcon", num_key_value_heads=..., new_decoder_architecture=None)
+    assert ModelConfig.from_dict({**falcon, "multi_query": True}).kv_heads == 1
+    assert ModelConfig.from_dict({**falcon, "multi_query": None}).kv_heads == 32
 
 
 def test_every_default_is_that_of_a_registered_model_type() -> None:
@@ -132,6 +137,7 @@ def test_every_default_is_that_of_a_registered_model_type() -> None:
         (changed(num_attention_heads=24, num_key_value_heads=8), "24 heads do not divide the hidden size 4096"),
         (changed(layer_types=["full_attention"]), "has 32 layers and 1 layer_types"),
         (changed(model_type="deepseek_v3", v_head_dim="x"), "v_head_dim='x'"),
+        (changed(model_type="deepseek_v3", kv_lora_rank=None), "lacks kv_lora_rank"),
         ([1, 2], "is not a mapping"),
     ],
 )

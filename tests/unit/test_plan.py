@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from crosscut.cli.main import main
 from crosscut.errors import UsageError
@@ -19,7 +20,7 @@ from crosscut.hardware import GPUS, named_gpu
 from crosscut.model_config import ModelConfig
 from crosscut.sharding import Family
 from crosscut.sharding import describe as describe_module
-from crosscut.sharding.describe import Model, describe
+from crosscut.sharding.describe import ROPE_TYPES, Model, describe
 from crosscut.sharding.family import Registry
 from crosscut.sharding.plan import Split, even_sizes, notes, refused, remedy, require, split
 
@@ -76,7 +77,7 @@ def checkpoint(directory: Path, config: dict[str, Any] = SMALL, **changed: Any) 
 )
 def test_parameter_counts_are_the_published_ones(config: dict[str, Any], count: int, tmp_path: Path) -> None:
     """Llama-3-8B, Qwen2-7B, GPT-2, Mixtral-8x7B and DeepSeek-V3 (main model, without buffers) as the hub counts them."""
-    assert split(model(config, tmp_path, "bfloat16"), 1).total == 2 * count
+    assert split(model(config, tmp_path, "float32"), 1).total == 4 * count
 
 
 def test_llama_3_8b_on_two_ranks_by_hand(tmp_path: Path) -> None:
@@ -156,6 +157,26 @@ def test_dtypes(tmp_path: Path) -> None:
     assert (as_stored.dtype, half.dtype) == ("F32", "BF16")
     assert split(as_stored, 1).total == 2 * split(half, 1).total
     assert split(as_stored, 1).kv_token == 2 * split(half, 1).kv_token
+
+
+def test_a_plan_is_in_the_dtype_that_loading_takes(tmp_path: Path) -> None:
+    """config.json's, whatever is stored; without it what most weights have, for all of them."""
+    tensors = checkpoint(tmp_path, {**SMALL, "torch_dtype": "float16"})
+    half = describe(tmp_path)
+    assert {tensor.dtype for tensor in half.tensors} == {half.dtype} == {"F16"}
+    save_file({**tensors, "model.norm.weight": torch.zeros(32, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "torch_dtype": None}))
+    assert {tensor.dtype for tensor in describe(tmp_path).tensors} == {"F32"}
+
+
+def test_positions_that_transformers_does_not_compute_are_refused(tmp_path: Path) -> None:
+    assert set(ROPE_TYPES) >= {"default", *ROPE_INIT_FUNCTIONS}
+    for said in ({"rope_scaling": {"type": "su"}}, {"rope_parameters": {"full_attention": {"rope_type": "mrope"}}}):
+        with pytest.raises(UsageError, match=r"rotary positions of type '(su|mrope)', which") as caught:
+            model({**SMALL, **said}, tmp_path)
+        assert caught.value.code == "bad-config"
+    for said in ({"rope_scaling": None}, {"rope_scaling": {}}, {"model_type": "phi3", "rope_scaling": {"type": "su"}}):
+        model({**SMALL, **said}, tmp_path)
 
 
 def test_tied_weights_are_counted_once(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ Tp = Annotated[
 ]
 Gpus = Annotated[str | None, typer.Option("--gpu", help="GPUs that it must fit on, as h200,h100-80,a100-40,l40s,l4,4090.")]
 Uneven = Annotated[bool, typer.Option("--uneven", help="Allow ranks with unequal numbers of heads.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="Load in bfloat16, float16 or float32. By default as stored.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="Load in bfloat16, float16 or float32. By default as config.json says.")
+]
 Reserve = Annotated[str, typer.Option("--reserve", help="Memory of each GPU set aside for CUDA, NCCL and activations.")]
 Guess = Annotated[bool, typer.Option("--guess", help="Accept a guessed plan for a model_type without a table.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the plan as JSON instead of the table.")]

@@ -54,6 +54,13 @@ class Group:
         """Itself: a copy of a layer talks to the same ranks, and what connects them cannot be copied."""
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UsageError(
+            "what is split over ranks cannot be pickled: each rank holds a part, and connections to the others",
+            code="bad-option",
+            fix="save its state_dict(), or crosscut.save_pretrained(model, directory, mesh), crosscut.models.dcp.save",
+        )
+
     def __repr__(self) -> str:
         return f"Group({self.axis} {self.rank}/{self.size}, {self.backend}, {self.device})"
 

@@ -12,11 +12,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from crosscut.collectives import barrier
 from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError
 from crosscut.layers.replicas import placed_parameters
 from crosscut.model_config import ModelConfig
+from crosscut.models.agree import together
 from crosscut.sharding import Family, Place, Replicated, Role, cut_of
 from crosscut.sharding.roles import role_cut
 
@@ -85,10 +85,21 @@ class SplitAdapters:
 
     mesh: Mesh
 
+    def add_adapter(self, adapter_name: str, *args: Any, **options: Any) -> None:
+        """Refuses: PEFT would give it the sizes of the whole layers, and no exchanges."""
+        raise UsageError(
+            f"the adapter {adapter_name!r} cannot be added to a model that is split already",
+            code="bad-option",
+            fix="add or load it before parallelize; crosscut.gather(model) undoes the split",
+        )
+
+    def load_adapter(self, model_id: str, adapter_name: str, *args: Any, **options: Any) -> None:
+        """Refuses, as :meth:`add_adapter`."""
+        self.add_adapter(adapter_name)
+
     def save_pretrained(self, save_directory: str, **options: Any) -> None:
         """As PEFT's ``save_pretrained``, from the first rank; the adapters alone are gathered. A collective call."""
         adapters = {p.name: p.whole(self.mesh.tp) for p in placed_parameters(self) if ".lora_" in p.name}  # type: ignore[arg-type]
-        if self.mesh.rank == 0:
-            super().save_pretrained(save_directory, **{"state_dict": adapters, **options})  # type: ignore[misc]
-        barrier(self.mesh.tp)
-        barrier(self.mesh.dp)
+        save = super().save_pretrained  # type: ignore[misc]
+        first = self.mesh.rank == 0
+        together(self.mesh, lambda: save(save_directory, **{"state_dict": adapters, **options}) if first else None)

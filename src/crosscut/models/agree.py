@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from crosscut.collectives import all_gather, all_reduce
 from crosscut.distributed.mesh import Mesh
 from crosscut.errors import CrosscutError, RankError
+
+T = TypeVar("T")
 
 _WORDS = 1024  # bytes of a message that reach the other ranks
 
@@ -23,6 +28,17 @@ def agree(mesh: Mesh, error: Exception | None) -> None:
             raise error
         rank = next(rank for rank, text in enumerate(words) if text)
         raise RankError(f"rank {rank} failed: {words[rank]}", code="rank-failed", fix="see that rank's own error")
+
+
+def together(mesh: Mesh, action: Callable[[], T]) -> T:
+    """What ``action`` gives on this rank. Raises on all ranks, as :func:`agree`, when it fails on one. A collective call."""
+    failed = None
+    try:
+        result = action()
+    except Exception as error:
+        failed = error
+    agree(mesh, failed)
+    return result
 
 
 def maximum(mesh: Mesh, numbers: Tensor) -> Tensor:

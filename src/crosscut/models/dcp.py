@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,9 @@ from crosscut.collectives import all_reduce
 from crosscut.distributed.mesh import Group, Mesh
 from crosscut.errors import UsageError
 from crosscut.layers.placed import Box, Placed
-from crosscut.models.stream import file_sum
-from crosscut.models.training_state import make_state, on_first_rank, refuse_damage, refuse_mismatch, state_tensors
+from crosscut.models.agree import together
+from crosscut.models.stream import file_sum, refuse_fixed
+from crosscut.models.training_state import make_state, refuse_damage, refuse_mismatch, state_tensors
 
 SUMS = "crosscut.json"
 """Beside DCP's own files: the notes, and size and CRC-32 of each file. DCP does not look at it."""
@@ -122,16 +123,16 @@ def save(
     around it does not exist, ``bad-option`` when ``path`` is something else than a checkpoint, or the optimizer is not this
     model's.
     """
-    target = Path(path)
+    target = Path(path).resolve()
     temporary = target.with_name(f".{target.name}.part")
-    _refuse_target(target)
-    state = state_dict(model, mesh, optimizer)
+    together(mesh, lambda: _refuse_target(target))
+    state = together(mesh, lambda: state_dict(model, mesh, optimizer))
     try:
-        on_first_rank(mesh, lambda: shutil.rmtree(temporary, ignore_errors=True))
+        _on_first_rank(mesh, lambda: shutil.rmtree(temporary, ignore_errors=True))
         with _quiet(mesh):
             torch_dcp.save(state, storage_writer=torch_dcp.FileSystemWriter(temporary))
         sums = _sums(temporary, mesh)
-        on_first_rank(mesh, lambda: _finish(temporary, target, sums, notes or {}))
+        _on_first_rank(mesh, lambda: _finish(temporary, target, sums, notes or {}))
     finally:
         if mesh.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -149,21 +150,26 @@ def load(
     Raises UsageError before anything is changed: ``file-missing``, ``file-unreadable`` (damaged files are named),
     ``parameter-missing`` (it lacks a parameter, or has one that the model lacks), ``bad-size`` (another shape).
     """
-    source = _source(Path(path))
+    source = together(mesh, lambda: _source(Path(path).resolve()))
     notes = _check_sums(source, mesh, check)
     if optimizer is not None:
         make_state(optimizer)
-    state = state_dict(model, mesh, optimizer)
+    state = together(mesh, lambda: state_dict(model, mesh, optimizer))
     wanted = {f"model.{name}": blocks._place for name, blocks in state["model"].items()}
     if optimizer is not None:
         del state["optimizer"]["param_groups"]
         for name, entries in state["optimizer"]["state"].items():
             wanted |= {f"optimizer.state.{name}.{key}": blocks._place for key, blocks in entries.items()}
     roots = tuple("model." if key == "model" else "optimizer.state." for key in state)
-    refuse_mismatch(source, {name: shape for name, shape in _stored(source).items() if name.startswith(roots)}, wanted)
+    together(mesh, lambda: refuse_mismatch(source, _stored(source, roots), wanted))
     with _quiet(mesh):
         torch_dcp.load(state, storage_reader=torch_dcp.FileSystemReader(source))
     return notes
+
+
+def _on_first_rank(mesh: Mesh, action: Callable[[], None]) -> None:
+    """Run ``action`` on the first rank while the others wait."""
+    together(mesh, lambda: action() if mesh.rank == 0 else None)
 
 
 @contextmanager
@@ -180,6 +186,7 @@ def _quiet(mesh: Mesh) -> Iterator[None]:
 def _refuse_target(target: Path) -> None:
     if not target.parent.is_dir():
         raise UsageError(f"the folder {str(target.parent)!r} does not exist", code="file-missing", fix="create it first")
+    refuse_fixed(target)
     ours = not target.exists() or (target.is_dir() and all(_is_part(entry) for entry in target.iterdir()))
     if not ours:
         raise UsageError(
@@ -196,7 +203,7 @@ def _is_part(file: Path) -> bool:
 def _sums(folder: Path, mesh: Mesh) -> dict[str, list[int]]:
     """Size and CRC-32 of each file, each rank reading the one that it wrote."""
     table = torch.zeros((mesh.world_size, 2), dtype=torch.int64, device=mesh.device)
-    table[mesh.rank] = torch.tensor(file_sum(folder / _file_of(mesh.rank)))
+    table[mesh.rank] = torch.tensor(together(mesh, lambda: file_sum(folder / _file_of(mesh.rank))))
     table = all_reduce(all_reduce(table, mesh.tp), mesh.dp)
     return {_file_of(rank): sums for rank, sums in enumerate(table.tolist())}
 
@@ -235,8 +242,16 @@ def _source(target: Path) -> Path:
 
 def _check_sums(source: Path, mesh: Mesh, check: bool) -> dict[str, str]:
     """Compare sizes and checksums, where they were kept; returns the notes."""
+    notes, wrong = together(mesh, lambda: _wrong(source, mesh, check))
+    found = torch.tensor([len(wrong)], device=mesh.device)
+    refuse_damage(source, wrong, int(all_reduce(all_reduce(found, mesh.tp), mesh.dp)))
+    return notes
+
+
+def _wrong(source: Path, mesh: Mesh, check: bool) -> tuple[dict[str, str], list[str]]:
+    """The notes, and which files of this rank's share are not those that were saved."""
     if not (source / SUMS).is_file():
-        return {}
+        return {}, []
     try:
         kept = json.loads((source / SUMS).read_text(encoding="utf-8"))
         notes, files = dict(kept["notes"]), sorted(kept["files"].items())
@@ -245,18 +260,16 @@ def _check_sums(source: Path, mesh: Mesh, check: bool) -> dict[str, str]:
             f"{str(source / SUMS)!r} cannot be read: {error}", code="file-unreadable", fix="use another checkpoint"
         ) from None
     own = files[mesh.rank :: mesh.world_size] if check else []
-    wrong = [name for name, sums in own if not (source / name).is_file() or list(file_sum(source / name)) != sums]
-    found = torch.tensor([len(wrong)], device=mesh.device)
-    refuse_damage(source, wrong, int(all_reduce(all_reduce(found, mesh.tp), mesh.dp)))
-    return notes
+    return notes, [name for name, sums in own if not (source / name).is_file() or list(file_sum(source / name)) != sums]
 
 
-def _stored(source: Path) -> dict[str, torch.Size]:
-    """The shapes of all tensors that a checkpoint holds."""
+def _stored(source: Path, roots: tuple[str, ...]) -> dict[str, torch.Size]:
+    """The shapes of all tensors that a checkpoint holds under ``roots``."""
     try:
         entries = torch_dcp.FileSystemReader(source).read_metadata().state_dict_metadata
     except Exception as error:  # a pickle can raise anything
         raise UsageError(
             f"{str(source / '.metadata')!r} cannot be read: {error}", code="file-unreadable", fix="use another checkpoint"
         ) from None
-    return {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    found = {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    return {name: shape for name, shape in found.items() if name.startswith(roots)}

@@ -25,7 +25,7 @@ import torch
 
 from crosscut.errors import UsageError, choose
 from crosscut.models import import_extra
-from crosscut.models.stream import write_stream
+from crosscut.models.stream import refuse_fixed, write_stream
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ARCHITECTURES = ("llama",)
@@ -343,6 +343,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _appearing_whole(out_dir: Path) -> Iterator[Path]:
     """A new folder that becomes ``out_dir`` when the block ends well, and vanishes when it does not."""
     target = out_dir.resolve()
+    refuse_fixed(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{str(out_dir)!r} exists and is not an empty folder", code="bad-option", fix="name a new folder")
     if not target.parent.is_dir():

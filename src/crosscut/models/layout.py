@@ -69,7 +69,8 @@ def loaded_layout(directory: Path, tensors: Sequence[Described], family: Family)
         sums = metadata.pop("crc32", None) is not None
         files.append(File(path.name, tuple(name for _, name in sorted(found)), metadata, sums))
     index = directory / INDEX
-    kept = json.loads(index.read_text(encoding="utf-8")).get("metadata", {}) if index.is_file() else None
+    divided = index.is_file() and not (directory / SINGLE).is_file()
+    kept = json.loads(index.read_text(encoding="utf-8")).get("metadata", {}) if divided else None
     names = {tensor.place.name: tensor.stored.name for tensor in tensors if tensor.stored}
     dtypes = {tensor.stored.name: DTYPES[tensor.stored.dtype] for tensor in tensors if tensor.stored}
     return Layout(tuple(files), names, family, kept, dtypes)

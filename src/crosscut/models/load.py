@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from crosscut.errors import UsageError, choose
 from crosscut.layers.shards import take
 from crosscut.model_config import CONFIG
 from crosscut.models import import_extra
-from crosscut.models.agree import agree, maximum
+from crosscut.models.agree import maximum, together
 from crosscut.models.layout import loaded_layout
 from crosscut.models.parallelize import parallelize
 from crosscut.models.read import READERS, Job, Reader, blocks, run_jobs, same_bytes
@@ -72,29 +72,18 @@ def from_pretrained(
     ``file-unreadable`` (NaN, Inf, damage). Raises RankError (``rank-failed``) where another rank failed alone.
     """
     where = locate(path_or_name, mesh, revision)
-    source: Source = _together(mesh, lambda: _checked(where, mesh, family, accept_guess, uneven, allow_pickle, check))
+    source: Source = together(mesh, lambda: _checked(where, mesh, family, accept_guess, uneven, allow_pickle, check))
     _refuse_another_head(source, mesh)
-    wanted: torch.dtype = _together(mesh, lambda: _dtype(dtype, source))
-    model = _together(mesh, lambda: _hollow(source, wanted, attn_implementation))
+    wanted: torch.dtype = together(mesh, lambda: _dtype(dtype, source))
+    model = together(mesh, lambda: _hollow(source, wanted, attn_implementation))
     parallelize(model, mesh, family=family, accept_guess=accept_guess)
-    slots = _together(mesh, lambda: _slots(model, source, mesh))
+    slots = together(mesh, lambda: _slots(model, source, mesh))
     place = torch.device(device) if device is not None else mesh.device
-    wrong = _together(mesh, lambda: _fill(model, source, slots, mesh, place, check, progress))
+    wrong = together(mesh, lambda: _fill(model, source, slots, mesh, place, check, progress))
     _refuse_wrong(mesh, slots, wrong, source, wanted)
     if source.read is None and source.directory is not None and not source.is_part:
         model.loaded_layout = loaded_layout(source.directory, source.model.tensors, source.model.family)
     return model
-
-
-def _together(mesh: Mesh, action: Callable[[], Any]) -> Any:
-    """What ``action`` gives on this rank. Raises on all ranks when it fails on one."""
-    result, failed = None, None
-    try:
-        result = action()
-    except Exception as error:
-        failed = error
-    agree(mesh, failed)
-    return result
 
 
 # ---- before anything is allocated
@@ -125,7 +114,7 @@ def _checked(
 
 def _refuse_another_head(source: Source, mesh: Mesh) -> None:
     """Raise UsageError on all ranks when a head that config.json ties is stored with other values than its embedding."""
-    another = _together(mesh, lambda: _another_head(source, mesh))
+    another = together(mesh, lambda: _another_head(source, mesh))
     if int(maximum(mesh, torch.tensor([int(another)]))):
         raise UsageError(
             f"{CONFIG} of {str(source.where)!r} ties the output head to the embedding, and their stored values differ",
@@ -165,16 +154,36 @@ def _hollow(source: Source, dtype: torch.dtype, attn_implementation: str | None)
     """The unsplit model with parameters on the meta device, in eval mode."""
     auto = import_extra("transformers")
     options = {"attn_implementation": attn_implementation} if attn_implementation else {}
-    with _BUILDING, _Hollow():
-        model = auto.AutoModelForCausalLM.from_config(source.config, dtype=dtype, **options)
+    try:
+        with _BUILDING, _Hollow():
+            model = auto.AutoModelForCausalLM.from_config(source.config, dtype=dtype, **options)
+    except Exception as error:  # transformers lets through whatever a config's values lead to
+        raise UsageError(
+            f"transformers cannot build the model of {str(source.where)!r}: {type(error).__name__}: {error}",
+            code="bad-config",
+            fix=f"correct {CONFIG}, or the attn_implementation that was asked for",
+        ) from error
     homes = _homes(model)
     for tensor in list(tensors_of(model)):
         wanted = torch.float32 if _stays_float32(model, tensor.name, dtype) else dtype
         if tensor.local.is_floating_point():
             _put(homes, tensor.local, torch.empty(tensor.shape, dtype=wanted, device="meta"))
-    if source.directory is not None and (source.directory / "generation_config.json").is_file():
-        model.generation_config = auto.GenerationConfig.from_pretrained(source.directory)
+    if source.directory is not None:
+        model.generation_config = _generation(auto.GenerationConfig, source.directory) or model.generation_config
     return model.eval()
+
+
+def _generation(cls: Any, directory: Path) -> Any:
+    """generation_config.json; without it what config.json says of generation, as older checkpoints do."""
+    path = directory / "generation_config.json"
+    try:
+        if path.is_file():
+            return cls.from_pretrained(directory)
+        return cls.from_pretrained(directory, config_file_name=CONFIG, _from_model_config=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"{str(path)!r} cannot be used: {error}", code="file-unreadable", fix="download the file again, or remove it"
+        ) from None
 
 
 def _stays_float32(model: Any, name: str, dtype: torch.dtype) -> bool:

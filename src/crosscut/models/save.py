@@ -26,7 +26,7 @@ from crosscut.models.adapters import core_of
 from crosscut.models.agree import agree
 from crosscut.models.layout import DEFAULT_SHARD, Layout, transformers_layout
 from crosscut.models.slots import Slot, slots_of, tensors_of
-from crosscut.models.stream import write_stream
+from crosscut.models.stream import refuse_fixed, write_stream
 from crosscut.sharding.headers import INDEX
 
 
@@ -39,14 +39,15 @@ def save_pretrained(model: Any, directory: str | Path, mesh: Mesh, max_shard_siz
     tokenizer) stay. The dtype is the model's own.
 
     An interrupted save leaves the old directory whole. Raises UsageError: ``file-missing`` (no parent folder), ``bad-option``
-    (a PEFT model, a file in the way, a wrong size), ``parameter-missing`` (names that cannot be told). What the first rank's
-    disk refuses is an OSError there and a RankError on the others.
+    (a PEFT model, a file in the way, a folder that cannot be replaced, a wrong size or generation_config),
+    ``parameter-missing`` (names that cannot be told). What the first rank's disk refuses is an OSError there and a RankError
+    on the others.
     """
     target, error, layout, slots = Path(directory).resolve(), None, None, {}
     try:
         layout = _layout(model, max_shard_size)
         slots = {slot.stored: slot for slot in _slots(model, layout, mesh)}
-        _check(target)
+        _check(model, target)
     except Exception as raised:
         error = raised
     agree(mesh, error)
@@ -80,11 +81,22 @@ def _slots(model: Any, layout: Layout, mesh: Mesh) -> list[Slot]:
     return slots_of(tensors_of(model), layout.names, layout.family, mesh.tp, "the table of names")
 
 
-def _check(target: Path) -> None:
+def _check(model: Any, target: Path) -> None:
+    """Refuse what could not be finished, before anything is gathered."""
     if not target.parent.is_dir():
         raise UsageError(f"the folder {str(target.parent)!r} does not exist", code="file-missing", fix="create it first")
     if target.exists() and not target.is_dir():
         raise UsageError(f"{str(target)!r} is a file", code="bad-option", fix="give the name of a folder")
+    refuse_fixed(target)
+    try:
+        if model.can_generate():
+            model.generation_config.validate(strict=True)
+    except ValueError as error:
+        raise UsageError(
+            f"transformers does not write the model's generation_config: {error}",
+            code="bad-option",
+            fix="correct model.generation_config",
+        ) from None
 
 
 def _wholes(slots: dict[str, Slot], layout: Layout, mesh: Mesh) -> Iterator[Tensor]:

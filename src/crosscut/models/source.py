@@ -148,7 +148,7 @@ def _open_pickle(where: Path, family: Family | None, accept_guess: bool, allow_p
 
 
 def _pickle_files(where: Path) -> list[Path]:
-    if not (where / PICKLE_INDEX).exists():
+    if (where / PICKLE).exists():
         return [where / PICKLE]
     try:
         names = sorted(set(json.loads((where / PICKLE_INDEX).read_text(encoding="utf-8"))["weight_map"].values()))

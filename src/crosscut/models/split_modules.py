@@ -277,7 +277,8 @@ class OnePerQuery:
         y: Tensor = super().forward(*args)  # type: ignore[misc]
         order = self.orders.get(y.device)
         if order is None:
-            order = self.orders[y.device] = torch.tensor(self.order, device=y.device)
+            with torch.inference_mode(False):  # it serves training too
+                order = self.orders[y.device] = torch.tensor(self.order, device=y.device)
         if self.head_dim is None:
             return y.index_select(-2, order)
         return y.unflatten(-1, (-1, self.head_dim)).index_select(-2, order).flatten(-2)
@@ -295,8 +296,31 @@ class LocalConfig:
         return getattr(self.__dict__["_whole"], name)
 
 
+class _Kept:
+    """The class of a split module that pickle or copy takes apart: copied as itself, and refused as its group is."""
+
+    def __init__(self, cls: type[Any], group: Group) -> None:
+        self.cls, self.group = cls, group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.group.__reduce__()
+
+
+def _again(kept: _Kept) -> Any:
+    return object.__new__(kept.cls)
+
+
+def _reduce(module: Any, protocol: int) -> tuple[Any, ...]:
+    group = module.__dict__.get("group") or module.mesh.tp
+    return _again, (_Kept(type(module), group),), module.__dict__
+
+
 def _mix(front: type, cls: Any) -> type[Any]:
-    return type(cls.__name__, (front, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": _reduce}
+    return type(cls.__name__, (front, cls), names)
 
 
 mixed: Callable[[type, Any], type[Any]] = cache(_mix)

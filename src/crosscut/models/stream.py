@@ -70,6 +70,16 @@ def write_stream(
         os.fsync(out.fileno())
 
 
+def refuse_fixed(target: Path) -> None:
+    """Raise UsageError (``bad-option``) where ``target`` is a folder whose place a new one cannot take."""
+    if target.is_dir() and (os.path.ismount(target) or Path.cwd().is_relative_to(target)):
+        raise UsageError(
+            f"{str(target)!r} is the current folder, around it, or where a disk is mounted: a new folder cannot take its place",
+            code="bad-option",
+            fix="give the name of a folder in it",
+        )
+
+
 def damaged(path: Path, share: int = 0, shares: int = 1) -> list[str]:
     """Names of the tensors of ``path`` whose bytes are not those that were written.
 

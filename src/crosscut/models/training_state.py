@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from crosscut.collectives import all_reduce
 from crosscut.distributed.mesh import Mesh
-from crosscut.errors import RankError, UsageError, nearest
+from crosscut.errors import UsageError, nearest
 from crosscut.layers.placed import Placed, placed_parameters
 from crosscut.sharding import Replicated
 
@@ -50,34 +49,6 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter, grad, value in kept:
             parameter.copy_(value)
             parameter.grad = grad
-
-
-def fail_together(mesh: Mesh, error: Exception | None) -> None:
-    """Raise on every rank when one has an ``error``: that rank its own, the others that they stopped with it.
-
-    A rank that raises alone leaves its peers in their next collective until a watchdog ends them (transformers PR 48569).
-    """
-    failed = torch.tensor([int(error is not None)], device=mesh.device)
-    failed = all_reduce(all_reduce(failed, mesh.tp), mesh.dp)
-    if error is not None:
-        raise error
-    if int(failed):
-        raise RankError(
-            "another rank could not write the checkpoint",
-            code="rank-failed",
-            fix="see that rank's own error; is the disk full, or the folder not on all hosts?",
-        )
-
-
-def on_first_rank(mesh: Mesh, action: Callable[[], None]) -> None:
-    """Run ``action`` on the first rank while the others wait; its error is raised as by :func:`fail_together`."""
-    error: Exception | None = None
-    if mesh.rank == 0:
-        try:
-            action()
-        except Exception as raised:
-            error = raised
-    fail_together(mesh, error)
 
 
 def refuse_damage(source: Path, wrong: Sequence[str], total: int) -> None:

@@ -21,8 +21,9 @@ from crosscut.collectives import all_reduce
 from crosscut.distributed.mesh import Group, Mesh
 from crosscut.errors import UsageError
 from crosscut.layers.placed import Placed
+from crosscut.models.agree import agree, together
 from crosscut.models.stream import Entry, damaged, write_stream
-from crosscut.models.training_state import fail_together, make_state, refuse_damage, refuse_mismatch, state_tensors
+from crosscut.models.training_state import make_state, refuse_damage, refuse_mismatch, state_tensors
 
 
 def save(
@@ -36,13 +37,12 @@ def save(
 
     State that has a parameter's shape (AdamW's moments) is cut like it; other tensors (the step) are taken from the first
     rank. ``notes``: words to keep in the file, such as the step of training. Raises UsageError: ``file-missing`` when the
-    folder does not exist (then nothing has been written), ``bad-option`` when the optimizer is not this model's. What the
+    folder does not exist (then nothing has been written), ``bad-option`` when ``path`` is a folder or the optimizer is not
+    this model's. What the
     first rank's disk refuses is an OSError there and a RankError on the other ranks: none is left waiting.
     """
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise UsageError(f"the folder {str(target.parent)!r} does not exist", code="file-missing", fix="create it first")
-    parts = list(_parts(model, mesh, optimizer))
+    target = Path(path).absolute()
+    parts = together(mesh, lambda: _checked(target, model, mesh, optimizer))
     entries: list[Entry] = [(part.name, part.local.dtype, part.shape) for part in parts]
     wholes = (part.whole(mesh.tp) for part in parts)
     failed: OSError | None = None
@@ -50,8 +50,16 @@ def save(
         failed = _write(target, entries, wholes, notes)
     for _ in wholes:  # the other ranks' part, and after a failure the first rank's: all gather all
         pass
-    fail_together(mesh, failed)
+    agree(mesh, failed)
     return target
+
+
+def _checked(target: Path, model: nn.Module, mesh: Mesh, optimizer: torch.optim.Optimizer | None) -> list[Placed]:
+    if not target.parent.is_dir():
+        raise UsageError(f"the folder {str(target.parent)!r} does not exist", code="file-missing", fix="create it first")
+    if target.is_dir():
+        raise UsageError(f"{str(target)!r} is a folder", code="bad-option", fix="give the name of a file")
+    return list(_parts(model, mesh, optimizer))
 
 
 def _write(target: Path, entries: list[Entry], wholes: Iterator[Tensor], notes: Mapping[str, str] | None) -> OSError | None:
@@ -77,9 +85,12 @@ def load(
     ``parameter-missing`` (the file lacks a parameter, or has one that the model lacks), ``bad-size`` (another shape).
     """
     source = Path(path)
-    if not source.is_file():
-        raise UsageError(f"there is no file {str(source)!r}", code="file-missing", fix="check the path")
-    _refuse_damage(source, mesh.tp, check)
+    wrong = together(mesh, lambda: _damaged(source, mesh.tp, check))
+    refuse_damage(source, wrong, int(all_reduce(torch.tensor([len(wrong)], device=mesh.device), mesh.tp)))
+    return together(mesh, lambda: _fill(model, source, mesh, optimizer))
+
+
+def _fill(model: nn.Module, source: Path, mesh: Mesh, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
     if optimizer is not None:
         make_state(optimizer)
     parts = {part.name: part for part in _parts(model, mesh, optimizer)}
@@ -108,6 +119,7 @@ def _read(file: Any, part: Placed, group: Group) -> None:
         part.own[box.own].copy_(stored[box.whole])
 
 
-def _refuse_damage(source: Path, group: Group, check: bool) -> None:
-    wrong = damaged(source, group.rank, group.size) if check else []
-    refuse_damage(source, wrong, int(all_reduce(torch.tensor([len(wrong)], device=group.device), group)))
+def _damaged(source: Path, group: Group, check: bool) -> list[str]:
+    if not source.is_file():
+        raise UsageError(f"there is no file {str(source)!r}", code="file-missing", fix="check the path")
+    return damaged(source, group.rank, group.size) if check else []

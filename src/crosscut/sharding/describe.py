@@ -22,6 +22,10 @@ from crosscut.sharding.shapes import expected, is_tied, parameters
 
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """safetensors' names of the dtypes that weights are loaded in."""
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
+"""What transformers computes rotary positions by."""
+ROPE_ALIASES = {"phi3": ("su",)}
+"""By model_type, old names that its config class reads as another."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +61,14 @@ class Model:
 def describe(
     directory: str | Path, dtype: str | None = None, accept_guess: bool = False, family: Family | None = None
 ) -> Model:
-    """Describe the checkpoint in ``directory``, its floating-point weights converted to ``dtype`` (``'bfloat16'``) if given.
+    """Describe the checkpoint in ``directory``, its weights in the ``dtype`` that they will be loaded in (``'bfloat16'``).
 
+    ``dtype``: by default what config.json says, else what most of the weights have, as :func:`crosscut.from_pretrained`.
     ``accept_guess``: a model_type without a table gets a plan made from names and shapes. ``family``: a table of your own.
     Raises UsageError: as :meth:`ModelConfig.from_dir` and :func:`read_headers`; ``unknown-model`` (no table, or a config that
     cannot be split); ``bad-dtype`` (quantized weights, an unknown ``dtype``); ``bad-config`` (a shape that contradicts the
-    config); ``parameter-missing`` (a parameter that no rule matches, or one that the checkpoint lacks).
+    config, positions of an unknown type); ``parameter-missing`` (a parameter that no rule matches, or one that the checkpoint
+    lacks).
     """
     config = ModelConfig.from_dir(directory)
     _refuse_quantized(config)
@@ -80,6 +86,7 @@ def describe_tensors(
 ) -> Model:
     """As :func:`describe`, of the tensors ``stored`` (None: there are no weights yet) of a checkpoint at ``where``."""
     family = family or _family(config, stored, accept_guess)
+    _refuse_rope(config, where)
     reason = family.refuse(config) if family.refuse else None
     if reason:
         raise UsageError(
@@ -87,17 +94,27 @@ def describe_tensors(
             code="unknown-model",
             fix="run it on one device, or register a table of your own (docs/models.md)",
         )
-    target = DTYPES[choose("dtype", dtype, DTYPES, code="bad-dtype")] if dtype else None
+    target = DTYPES[choose("dtype", dtype, DTYPES, code="bad-dtype")] if dtype else DTYPES.get(config.dtype or "")
     if stored is None:
         return _from_config(config, family, target)
+    target = target or _commonest(stored)
     tensors, notes, head = _from_headers(config, family, stored, target)
     if family.exact:
         _refuse_missing(config, family, {tensor.place.name for tensor in tensors}, where)
+    return Model(config, family, tuple(tensors), target, tuple(notes), head)
+
+
+def _commonest(stored: Mapping[str, Stored]) -> str:
+    """The dtype of floating-point numbers that most of the weights have."""
     weight = Counter[str]()
-    for tensor in tensors:
+    for tensor in stored.values():
         weight[tensor.dtype] += _numel(tensor.shape)
-    main = next((name for name, _ in weight.most_common() if name in FLOATS), "BF16")
-    return Model(config, family, tuple(tensors), main, tuple(notes), head)
+    return next((name for name, _ in weight.most_common() if name in FLOATS), "BF16")
+
+
+def _loaded(family: Family, name: str, target: str) -> str:
+    """The dtype in which the parameter ``name`` of a model in ``target`` is held."""
+    return "F32" if BITS[target] == 16 and family.stays_float32(name) else target
 
 
 def _headers(directory: str | Path, config: ModelConfig, family: Family | None) -> dict[str, Stored] | None:
@@ -136,6 +153,22 @@ def _refuse_quantized(config: ModelConfig) -> None:
         )
 
 
+def _refuse_rope(config: ModelConfig, where: str) -> None:
+    """Positions of a type that transformers does not compute for the families with a table."""
+    said = config.raw.get("rope_parameters", config.raw.get("rope_scaling"))
+    if not isinstance(said, Mapping) or FAMILIES.find(config.model_type) is None:
+        return
+    allowed = ROPE_TYPES + ROPE_ALIASES.get(config.model_type, ())
+    for each in (said, *said.values()):  # one for all layers, or one for each type of layer
+        kind = each.get("rope_type", each.get("type", "default")) if isinstance(each, Mapping) else "default"
+        if kind not in allowed:
+            raise UsageError(
+                f"{CONFIG} of {where!r} asks for rotary positions of type {kind!r}, which transformers does not know",
+                code="bad-config",
+                fix=f"use one of: {', '.join(allowed)}",
+            )
+
+
 def _from_config(config: ModelConfig, family: Family, target: str | None) -> Model:
     if not family.exact:
         raise UsageError(
@@ -143,16 +176,17 @@ def _from_config(config: ModelConfig, family: Family, target: str | None) -> Mod
             code="file-missing",
             fix="download the safetensors files too",
         )
-    dtype = target or DTYPES.get(config.dtype or "", "BF16")
+    dtype = target or "BF16"
     notes = ["no weights found: every figure is computed from config.json"]
-    if not target and config.dtype not in DTYPES:
+    if not target:
         notes.append("config.json names no dtype: bfloat16 is assumed")
-    tensors = [Tensor(cut_of(config, family, name, shape), shape, dtype) for name, shape in parameters(config, family)]
+    found = parameters(config, family)
+    tensors = [Tensor(cut_of(config, family, n, shape), shape, _loaded(family, n, dtype)) for n, shape in found]
     return Model(config, family, tuple(tensors), dtype, tuple(notes))
 
 
 def _from_headers(
-    config: ModelConfig, family: Family, stored: Mapping[str, Stored], target: str | None
+    config: ModelConfig, family: Family, stored: Mapping[str, Stored], target: str
 ) -> tuple[list[Tensor], list[str], Stored | None]:
     """The model's tensors, notes, and the tied head that is stored beside its embedding."""
     tensors, unmatched, ignored, wrong = [], [], [], []
@@ -160,7 +194,7 @@ def _from_headers(
     for tensor in stored.values():
         name = names[tensor.name]
         rule = family.find(name)
-        dtype = target if target and tensor.dtype in FLOATS else tensor.dtype
+        dtype = _loaded(family, name, target) if tensor.dtype in FLOATS else tensor.dtype
         if family.is_ignored(tensor.name, config.layers):
             ignored.append(tensor.name)
         elif family.is_buffer(name):

@@ -133,6 +133,8 @@ class Family:
     """Tensors on disk that are no parameters of the model (old buffers, a vision tower)."""
     buffers: tuple[str, ...] = ()
     """Tensors on disk that are buffers of the model; every rank holds them whole."""
+    float32: tuple[str, ...] = ()
+    """What transformers keeps in float32 in a model of 16-bit weights."""
     refuse: Callable[[ModelConfig], str | None] | None = None
     """Why a config of this family cannot be split, None when it can."""
     exact: bool = False
@@ -174,6 +176,10 @@ class Family:
     def is_buffer(self, name: str) -> bool:
         """Whether a name in the model is that of a buffer which checkpoints hold."""
         return any(matches(pattern, name) for pattern in self.buffers)
+
+    def stays_float32(self, name: str) -> bool:
+        """Whether a name in the model is that of a tensor which stays in float32."""
+        return any(matches(pattern, name) for pattern in self.float32)
 
     def stored_parts(self, name: str, experts: int) -> list[list[str]] | None:
         """The names (in the model's spelling) under which a stacked parameter lies on disk: by expert, by part.

@@ -1,7 +1,8 @@
 """Headers of safetensors files, without torch: which tensors a checkpoint holds, of what dtype and shape, and where.
 
 Format (github.com/huggingface/safetensors, README): the header's length (8 bytes, little endian), the header (JSON), the
-tensors' bytes. A directory holds ``model.safetensors``, or several files and ``model.safetensors.index.json``.
+tensors' bytes. A directory holds ``model.safetensors``, or several files and ``model.safetensors.index.json``. Of both, the
+single file counts, as for transformers: saving it there leaves an index of removed files behind.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ def find_files(directory: str | Path) -> dict[Path, list[str] | None]:
     root = Path(directory)
     if not root.is_dir():
         raise UsageError(f"there is no directory {str(root)!r}", code="file-missing", fix="give a local Hugging Face directory")
-    if (root / INDEX).is_file():
-        return _read_index(root)
     if (root / SINGLE).is_file():
         return {root / SINGLE: None}
+    if (root / INDEX).is_file():
+        return _read_index(root)
     has_gguf = any(root.glob("*.gguf"))
     raise UsageError(
         f"{str(root)!r} holds neither {SINGLE} nor {INDEX}",

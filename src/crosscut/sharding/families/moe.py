@@ -117,5 +117,6 @@ DEEPSEEK_V3 = replace(
     ),
     stacks=stacks(*NAMES),
     buffers=(LAYER + "mlp.gate.e_score_correction_bias",),
+    float32=(LAYER + "mlp.gate.{weight,e_score_correction_bias}",),
 )
 DEEPSEEK_V2: Family = replace(DEEPSEEK_V3, name="DeepSeek-V2", model_types=("deepseek_v2",), buffers=())
