@@ -164,7 +164,7 @@ def test_bench_mlp_weighs_both_forms_and_says_what_is_hidden(on_ranks: OnRanks) 
 
 
 def test_bench_block_holds_both_passes_and_both_forms(on_ranks: OnRanks) -> None:
-    config = block.BlockConfig(2, tokens=(1, 4), hidden=32, heads=4, seconds=0.001, backward=True)
+    config = block.BlockConfig(2, tokens=(1, 4), hidden=32, heads=4, seconds=0.001, backward=True, explain=True)
     record = on_ranks(2, lambda mesh: block.run(context(mesh), config))[0]
     assert record.config["correct"] is True
     sizes = {"hidden": 32, "heads": 4, "kv_heads": 1, "ffn": 112}
@@ -172,6 +172,10 @@ def test_bench_block_holds_both_passes_and_both_forms(on_ranks: OnRanks) -> None
     rows = [row for row in record.rows if row.subject == "block"]
     assert [r.impl for r in rows if r.shape == {"tokens": 1, **sizes}] == 2 * ways
     assert [r.impl for r in rows if r.shape == {"tokens": 4, **sizes}] == 2 * ["single", "crosscut", "crosscut_sp", "no_comm"]
+    schedules = [note.split(": ")[1:3] for note in record.notes if ": schedule" in note and note.startswith("4 x 32 ")]
+    plain, split = ("attention.qkv", "attention.o", "mlp.up", "mlp.down"), ("attention.qkv", "mlp.up")  # what the form changes
+    forms = ("schedule", plain), ("schedule with sequence parallelism", split)
+    assert schedules == [[form, name] for form, names in forms for name in names]
     with pytest.raises(UsageError, match="hidden 32 with 5 heads and 5 KV heads does not work out"):
         block.BlockConfig(2, hidden=32, heads=5).sizes(CPU)
 

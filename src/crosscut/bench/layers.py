@@ -178,8 +178,9 @@ class _Run:
         tokens = problem.exchange()[1]
         for sequence_parallel in (False, True):
             layer = problem.build(self.mesh, sequence_parallel)
-            if self.mesh.tp.size > 1:
-                told |= dict.fromkeys(f"schedule: {line}" for line in explain(layer, tokens).splitlines())
+            for line in explain(layer, tokens).splitlines() if self.mesh.tp.size > 1 else ():
+                if f"schedule: {line}" not in told:
+                    told[f"schedule{' with sequence parallelism' if sequence_parallel else ''}: {line}"] = None
             for name, weight in layer.named_parameters():
                 if weight.dim() == 2 and weight.is_meta and self.problem.x.is_cuda:
                     told[f"multiply of {name}: {self._multiply(weight, tokens, name)}"] = None
