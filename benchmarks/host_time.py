@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -54,6 +55,8 @@ def timed(call: Callable[[Group, Tensor], object], groups: list[Group], x: list[
 
 
 def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("error: this needs an NVIDIA GPU")
     device = torch.device("cuda", 0)
     groups = [group(w.rank, Exchange(w, device)) for w in virtual_workspaces(2, device)]
     calls: dict[str, Callable[[Group, Tensor], object]] = {

@@ -37,6 +37,7 @@ from crosscut.bench.context import make_record
 from crosscut.bench.timing import slowest
 from crosscut.collectives import all_gather, barrier
 from crosscut.distributed.mesh import Mesh
+from crosscut.errors import CrosscutError, UsageError
 from crosscut.models.stream import write_stream
 from crosscut.records import Row, Times, now
 from crosscut.sharding.describe import describe
@@ -82,6 +83,19 @@ def draw(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Random values of a size that keeps activations near 1; norms are 1."""
     made = torch.ones if len(shape) == 1 else torch.randn
     return made(shape, device=device, dtype=torch.bfloat16) * shape[-1] ** (-0.5 * (len(shape) > 1))
+
+
+def check_sizes(folder: Path, args: argparse.Namespace) -> None:
+    """Refuse a checkpoint of other sizes than the flags, which the record would give as its own."""
+    sizes = {"hidden": "hidden_size", "layers": "num_hidden_layers", "ffn": "intermediate_size", "heads": "num_attention_heads",
+             "kv_heads": "num_key_value_heads", "vocab": "vocab_size"}  # fmt: skip
+    config = json.loads((folder / "config.json").read_text())
+    other = [
+        f"--{flag.replace('_', '-')} {config.get(key)}" for flag, key in sizes.items() if config.get(key) != vars(args)[flag]
+    ]
+    if other:
+        message = f"{folder} holds a checkpoint of other sizes: {' '.join(other)}"
+        raise UsageError(message, code="bad-size", fix="give these sizes, or another --dir")
 
 
 # ---- the page cache
@@ -320,12 +334,15 @@ def main() -> int:
     args = parser.parse_args()
     if not set(args.part.split(",")) <= {"load", "decode"}:
         parser.error(f"--part {args.part}: load, decode, or load,decode")
+    if args.samples < 1 or args.tokens < 3:
+        parser.error("--samples is 1 or more, --tokens 3 or more: the first two are not timed")
     os.environ.setdefault("CROSSCUT_TIMEOUT", "1800")  # the others wait while the first rank writes, or loads alone
     mesh, started = cc.init_mesh(), now()
     if mesh.rank == 0 and not (args.dir / INDEX).is_file():
         print(f"writing {args.dir} ...", flush=True)
         write_checkpoint(args.dir, args, mesh.device)
     barrier(mesh.tp)
+    check_sizes(args.dir, args)
     bench = Bench(args, mesh)
     bench.say(f"{format_size(bench.nbytes)} in {len(bench.files)} files")
     with torch.no_grad():
@@ -340,4 +357,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (CrosscutError, OSError) as error:
+        sys.exit(f"error: {error}")

@@ -146,6 +146,8 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs an NVIDIA GPU")
     os.environ["CROSSCUT_MATMUL"] = "skinny"
     mesh, started = cc.init_mesh(), now()
     bandwidth = read_rate(mesh.device)

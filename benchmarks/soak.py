@@ -38,7 +38,7 @@ KINDS = (
     ("broadcast", "lanes"), ("broadcast", "blocks"), ("all_to_all", "lanes"), ("all_to_all", "blocks"),
 )  # fmt: skip
 SIZES = (1, 3, 8, 63, 512, 1000, 2048, 4097, 8192)
-MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count
+MULTIPROCESSORS = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 0
 MODULUS = 7  # small integers: sums are exact in every type
 
 
@@ -172,6 +172,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs an NVIDIA GPU")
     started, rows = now(), []
     for world in map(int, args.worlds.split(",")):
         made, wrong, seconds = soak(world, args.calls, args.seed)

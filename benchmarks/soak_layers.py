@@ -110,6 +110,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs an NVIDIA GPU")
     started, rows, gpu = now(), [], args.device == "cuda"
     for world in map(int, args.worlds.split(",")):
         start = time.monotonic()

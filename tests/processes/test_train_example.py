@@ -51,6 +51,9 @@ def test_the_loss_curve_does_not_depend_on_the_ranks(tmp_path: Path, alone: list
         (("--steps", "0"), "invalid positive value: '0'"),
         (("--tp", "3"), "error: tp=3 does not divide the 1 rank of this run"),
         (("--text", "nowhere.txt"), "error: --text: there is no nowhere.txt"),
+        (("--length", "999999"), "error: the text has "),
+        (("--lr", "nan"), "error: --lr nan: a number above 0"),
+        (("--checkpoint", "nowhere/tiny.safetensors"), "error: --checkpoint: nowhere/tiny.safetensors is"),
     ],
 )
 def test_a_mistake_is_told_without_a_traceback(flags: tuple[str, ...], words: str) -> None:
@@ -58,6 +61,23 @@ def test_a_mistake_is_told_without_a_traceback(flags: tuple[str, ...], words: st
     assert done.returncode
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_batch_that_would_be_dealt_unequally_is_refused() -> None:
+    done = _run(*TORCHRUN[:-1], "2", SCRIPT, "--tp", "1", "--batch", "3", "--steps", "1")
+    assert "--batch 3 does not divide over 2 data-parallel groups" in done.stderr
+    assert "[rank0]: Traceback" not in done.stderr
+
+
+def test_a_record_with_a_gap_before_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Steps 1 to 2 in the record, 1 to 4 in the checkpoint: the curve would put the first two at 3 and 4."""
+    record, checkpoint = ("--record", str(tmp_path / "run.json")), ("--checkpoint", str(tmp_path / "tiny.safetensors"))
+    for flags in (("2", *record, *checkpoint), ("4", *checkpoint)):
+        assert _run(*TORCHRUN[:1], SCRIPT, "--steps", *flags).returncode == 0
+    done = _run(*TORCHRUN[:1], SCRIPT, "--steps", "6", *record, *checkpoint)
+    assert done.returncode
+    assert "run.json has no losses up to step 4" in done.stderr
+    assert RunRecord.read(tmp_path / "run.json").rows[0].n == 2
 
 
 def test_it_goes_on_where_it_was_killed_on_other_ranks(tmp_path: Path, alone: list[float]) -> None:
