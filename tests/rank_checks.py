@@ -35,8 +35,26 @@ def check_collectives(ctx: Any) -> int:
         for name, got, expected in _results(mesh, dtype):
             expect(f"{name} {dtype} rank {mesh.rank}", got, expected)
             compared += 1
+    _check_moved(mesh)
     cc.barrier(mesh.tp)
     return compared
+
+
+def _check_moved(mesh: Mesh) -> None:
+    """Whatever the dtype, and whether or not the library knows it."""
+    group, world, rank = mesh.tp, mesh.tp.size, mesh.tp.rank
+    every = torch.stack([values(mesh, r, 3, 2 * world, dtype=torch.int16) for r in range(world)])
+    mine = every[rank]
+    expect("int16 gathered", cc.all_gather(mine, group, 1), torch.cat([*every], 1))
+    expect("int16 broadcast", cc.broadcast(mine, group, world - 1), every[-1])
+    expect("int16 exchanged", cc.all_to_all(mine, group, 1, 0), torch.cat([e.chunk(world, 1)[rank] for e in every]))
+    expect("a scalar", cc.broadcast(mine[0, 0], group), every[0, 0, 0])
+    sizes = [0, *[1] * (world - 1)]
+    expect("rows of some", cc.all_gather(mine[: sizes[rank]], group, 0, sizes), every[1:, 0])
+    if world > 1:
+        sent = cc.send.start(mine, group, (rank + 1) % world)
+        expect("int16 received", cc.recv(torch.empty_like(mine), group, (rank - 1) % world), every[rank - 1])
+        sent.wait()
 
 
 def _results(mesh: Mesh, dtype: torch.dtype) -> list[tuple[str, Tensor, Tensor]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from crosscut import collectives as cc
 from crosscut.collectives import fast
 from crosscut.collectives.select import Table
-from crosscut.distributed.mesh import Group, Mesh
+from crosscut.distributed.mesh import Group, Mesh, make_mesh
 from crosscut.errors import CollectiveTimeout, UsageError
 from crosscut.sharding import shard_sizes
 
@@ -383,6 +383,44 @@ class Counter:
         self.seen.append(("end", str(token)))
 
 
+@pytest.mark.parametrize("way", ["eager", "started", "compiled"])
+def test_parts_that_are_even_on_one_rank_alone_go_the_way_of_the_others(
+    on_ranks: OnRanks, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else that rank would wait in a kernel and the others in NCCL."""
+    monkeypatch.setattr(fast, "_new", None)
+    table = Table(dict.fromkeys(OPS, ((1 << 20, "lanes"),)), "a test")
+    sizes = [[1, 1], [1, 3]]
+
+    def exchange(x: Tensor, group: Group) -> Tensor:
+        mine = sizes[group.rank]
+        call = cc.all_to_all if way != "started" else lambda *args: cc.all_to_all.start(*args).wait()
+        return call(x, group, 0, 0, mine, mine)
+
+    def body(mesh: Mesh) -> tuple[list[float], int]:
+        kernels = OneWay(mesh.tp)
+        mesh.tp.cache["fast"] = fast.Fast(cast(Any, kernels), table)
+        x = torch.full((sum(sizes[mesh.rank]),), float(mesh.rank))
+        call = torch.compile(exchange, fullgraph=True, backend="aot_eager") if way == "compiled" else exchange
+        return call(x, mesh.tp).tolist(), kernels.carried
+
+    assert on_ranks(2, body) == [([0, 1], 0), ([0, 1, 1, 1], 0)]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_scattered_part_may_be_changed_in_place(on_ranks: OnRanks, dim: int) -> None:
+    def body(mesh: Mesh) -> tuple[Tensor, Tensor]:
+        x = torch.ones(4, 4, requires_grad=True)
+        whole = x * 3
+        cc.scatter_to_tp(whole, mesh.tp, dim).mul_(2).sum().backward()
+        assert x.grad is not None
+        return whole.detach(), x.grad
+
+    for whole, grad in on_ranks(2, body):
+        assert torch.equal(whole, torch.full((4, 4), 3.0))
+        assert torch.equal(grad, torch.full((4, 4), 6.0))
+
+
 def test_an_observer_sees_each_operation(on_ranks: OnRanks) -> None:
     def body(mesh: Mesh) -> list[tuple[str, ...]]:
         counter = Counter()
@@ -404,11 +442,24 @@ BAD_CALLS: dict[str, Callable[[Mesh], object]] = {
     "3 elements cannot be dealt evenly to 2 ranks": lambda m: cc.reduce_scatter(torch.ones(3), m.tp),
     r"sizes \[1, 1\] for 2 ranks and 3 elements": lambda m: cc.reduce_scatter(torch.ones(3), m.tp, sizes=[1, 1]),
     r"sizes \[2\] for 2 ranks": lambda m: cc.all_gather(torch.ones(2), m.tp, sizes=[2]),
+    r"sizes \[-1, 3\] for 2 ranks and 2 elements": lambda m: cc.reduce_scatter(torch.ones(2), m.tp, sizes=[-1, 3]),
+    r"sizes \[(2, -2|-2, 2)\] for 2 ranks, and": lambda m: cc.all_gather(
+        torch.ones(2), m.tp, sizes=[2, -2] if m.rank == 0 else [-2, 2]
+    ),
     "src 2 in a group of 2": lambda m: cc.broadcast(torch.ones(2), m.tp, 2),
     "send_sizes .* and recv_sizes None": lambda m: cc.all_to_all(torch.ones(2), m.tp, send_sizes=[1, 1]),
     "dim 0 of a tensor of shape": lambda m: cc.all_gather(torch.tensor(1.0), m.tp),
     "an average of torch.int64": lambda m: cc.all_reduce(torch.tensor([3]), m.tp, "avg"),
     "an average of torch.int32": lambda m: cc.reduce_scatter(torch.ones(2, dtype=torch.int32), m.tp, op="avg"),
+    "reduce op 'RedOpType.SUM' is not known": lambda m: cc.all_reduce(
+        torch.ones(2), m.tp, cast(Any, torch.distributed.ReduceOp.SUM)
+    ),
+    "collective 'allreduce' is not known; did you mean 'all_reduce'": lambda m: cc.choice("allreduce", 8, m.tp),
+    r"dim 2 of a tensor of shape \[1, 1\]": lambda m: cc.gather_from_tp(torch.ones(1, 1), m.tp, 2),
+    r"dim 3 of a tensor of shape \[1, 1\]": lambda m: cc.scatter_to_tp(torch.ones(1, 1), m.tp, 3),
+    r"dim 4 of a tensor of shape \[1, 1\]": lambda m: cc.gather_sequence(torch.ones(1, 1), m.tp, 4),
+    r"dim 5 of a tensor of shape \[1, 1\]": lambda m: cc.reduce_scatter_sequence(torch.ones(1, 1), m.tp, 5),
+    r"x \[\], residual \[\]": lambda m: cc.all_reduce_norm(*[torch.tensor(1.0)] * 3, m.tp),
     r"out of shape \[2, 3\] for a result of shape \[3\]": lambda m: cc.all_reduce(torch.ones(3), m.tp, out=torch.ones(2, 3)),
     r"out of shape \[2\] for a result of shape \[1\]": lambda m: cc.broadcast(torch.ones(1), m.tp, out=torch.ones(2)),
     "out of torch.int64 for a result of torch.float32": lambda m: cc.all_reduce(
@@ -421,6 +472,13 @@ BAD_CALLS: dict[str, Callable[[Mesh], object]] = {
 def test_bad_calls_are_refused_before_anything_travels(on_ranks: OnRanks, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         on_ranks(2, BAD_CALLS[words])
+
+
+@pytest.mark.parametrize("size", ["2", 1.0, 0])
+def test_a_group_size_is_a_whole_number(size: Any) -> None:
+    for sizes in ({"tp": size}, {"dp": size}):
+        with pytest.raises(UsageError, match=f"=.?{size}.? is not a group size"):
+            make_mesh(**sizes, device="cpu")
 
 
 def test_tp_times_dp_must_be_the_world(on_ranks: OnRanks) -> None:

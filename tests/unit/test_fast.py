@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import pytest
@@ -229,6 +231,35 @@ def test_a_tensor_on_another_gpu_is_refused() -> None:
     assert serving.taken == []
 
 
+def test_a_sum_in_place_on_another_gpu_is_refused_too() -> None:
+    """It goes past the checks of every other call, straight to NCCL."""
+    group: Any = Group("tp", 0, 2, (0, 1), "nccl", torch.device("cuda", 0), process_group=object(), cache={"fast": None})  # type: ignore[arg-type]
+    with FakeTensorMode():
+        x = torch.empty(4, device="cuda:1")
+        with pytest.raises(UsageError, match="a tensor on cuda:1"):
+            cc.all_reduce(x, group, out=x)
+
+
+def test_the_fused_tail_leaves_weights_that_it_cannot_read() -> None:
+    """A kernel would take host memory for its own, and a lazily negated weight for what it was."""
+    group = on_gpu(Serving())
+    with FakeTensorMode():
+        x, weight = torch.empty(2, 8, device="cuda:0"), torch.empty(8, device="cuda:0")
+        assert fast.all_reduce_norm(x, x, weight, group, 1e-5, None, weight, True) is not None
+        for bad in (torch.empty(8), torch._neg_view(weight)):  # type: ignore[attr-defined]
+            assert fast.all_reduce_norm(x, x, bad, group, 1e-5, None, None, False) is None
+            assert fast.all_reduce_norm(x, x, weight, group, 1e-5, bad, None, False) is None
+
+
+def test_half_an_installation_of_cuda_bindings_leaves_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings = ModuleType("cuda.bindings")  # there, but without nvrtc
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    group = Group("tp", 0, 2, (0, 1), "nccl", torch.device("cuda", 0))
+    assert fast._obstacle(group, "auto") == "cuda-bindings is not installed"
+
+
 def test_a_weight_that_kernels_overwrite_has_another_version() -> None:
     """The multiply for few tokens reads a weight of the version it knows before the kernel before it has ended."""
     group = on_gpu(Serving())
@@ -236,6 +267,9 @@ def test_a_weight_that_kernels_overwrite_has_another_version() -> None:
         weight = torch.nn.Parameter(torch.empty(4, 4, device="cuda:0"))
         before = weight._version
         fast.broadcast(weight.detach(), group, out=weight.detach())
+        assert weight._version > before
+        before = weight._version
+        fast.all_reduce(torch.empty(4, 4, device="cuda:0"), group, out=weight.detach())
         assert weight._version > before
         with torch.inference_mode():
             kept = torch.empty(4, device="cuda:0")

@@ -88,6 +88,7 @@ def damaged(classes: object) -> str:
         damaged({"all_reduce": 7}),
         damaged({"all_reduce": [[4096]]}),
         damaged({"all_reduce": [["much", "lanes"]]}),
+        damaged({"all_reduce": [[float("inf"), "lanes"]]}),
         damaged({"all_reduce": [[4096, "wires"]]}),
         damaged({"all_gather": [[4096, "lanes_two_shot"]]}),
         damaged({"all_reduce": [[8192, "lanes"], [4096, "blocks"]]}),
@@ -127,6 +128,16 @@ def test_a_group_says_why_the_kernels_are_out(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CROSSCUT_COLLECTIVES", "nccl")
     assert choice("all_gather", 8, group(2, "nccl", "meta")).impl == "nccl"
     assert choice("all_reduce", 8, group(2, "nccl", "meta")).reason == "nccl carries tensors in host memory"
+
+
+def test_a_cache_folder_that_may_not_be_looked_into_holds_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error would end rank 0 alone, and the others wait for its table."""
+
+    def denied(*args: object, **options: object) -> None:
+        raise PermissionError("not for you")
+
+    monkeypatch.setattr("os.stat", denied)
+    assert table_for(MACHINE, 2) == shipped(2)
 
 
 def test_forced_nccl_is_the_reason_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from crosscut.collectives.checks import checked_dim
 from crosscut.collectives.functional import all_gather, all_reduce, reduce_scatter
 from crosscut.distributed.mesh import Group
 from crosscut.sharding import shard_range, shard_sizes
@@ -53,6 +54,7 @@ def gather_from_tp(x: Tensor, group: Group, dim: int = -1, total: int | None = N
     """
     if group.size == 1:
         return x
+    dim = checked_dim(x, dim)
     total = x.shape[dim] * group.size if total is None else total
     if _tracked(x):
         return _Gather.apply(x, group, dim, total)
@@ -66,7 +68,8 @@ def scatter_to_tp(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     """
     if group.size == 1:
         return x
-    return _Scatter.apply(x, group, dim) if _tracked(x) else _own_part(x, group, dim)
+    dim = checked_dim(x, dim)
+    return _Scatter.apply(x, group, dim) if _tracked(x) else _own_part(x, group, dim).contiguous()
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int = 0, total: int | None = None) -> Tensor:
@@ -77,6 +80,7 @@ def gather_sequence(x: Tensor, group: Group, dim: int = 0, total: int | None = N
     """
     if group.size == 1:
         return x
+    dim = checked_dim(x, dim)
     total = x.shape[dim] * group.size if total is None else total
     if _tracked(x):
         return _GatherSequence.apply(x, group, dim, total)
@@ -90,6 +94,7 @@ def reduce_scatter_sequence(x: Tensor, group: Group, dim: int = 0) -> Tensor:
     """
     if group.size == 1:
         return x
+    dim = checked_dim(x, dim)
     if _tracked(x):
         return _ReduceScatterSequence.apply(x, group, dim)
     return reduce_scatter(x, group, dim, sizes=shard_sizes(x.shape[dim], group.size))
@@ -97,7 +102,7 @@ def reduce_scatter_sequence(x: Tensor, group: Group, dim: int = 0) -> Tensor:
 
 def _own_part(x: Tensor, group: Group, dim: int) -> Tensor:
     mine = shard_range(x.shape[dim], group.size, group.rank)
-    return x.narrow(dim, mine.start, mine.stop - mine.start).contiguous()
+    return x.narrow(dim, mine.start, mine.stop - mine.start)
 
 
 class _Copy(Function):
@@ -140,7 +145,7 @@ class _Scatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.total = group, dim, x.shape[dim]
-        return _own_part(x, group, dim)
+        return _own_part(x, group, dim).clone(memory_format=torch.contiguous_format)  # never a view, see fresh()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

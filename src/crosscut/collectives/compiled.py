@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op  # torch has no public name for it
 
-from crosscut.collectives.checks import checked_dim, checked_out, checked_parts, checked_sizes
+from crosscut.collectives.checks import checked_dim, checked_exchange, checked_op, checked_out, checked_parts, checked_sizes
 from crosscut.distributed.mesh import Group, live_group
 
 
@@ -88,14 +88,13 @@ _all_reduce_norm = _operator(
 
 
 def _exchanged(x: Tensor, split: int, join: int, sent: list[int], got: list[int], group: Group) -> Tensor:
-    even = len(set(sent)) == 1 and len(set(got)) == 1 and sent[0] == got[0]
-    sizes = (None, None) if even else (sent, got)
+    sizes = (sent, got) if got else (None, None)
     return _eager().all_to_all(x, group, split, join, *sizes).contiguous()
 
 
 def _exchanged_shape(x: Tensor, split: int, join: int, sent: list[int], got: list[int]) -> Tensor:
     if split == join:
-        return _with(x, split, sum(got))
+        return _with(x, split, sum(got or sent))
     shape = list(x.shape)
     shape[split], shape[join] = sent[0], shape[join] * len(sent)
     return x.new_empty(shape)
@@ -106,6 +105,7 @@ def _exchanged_shape(x: Tensor, split: int, join: int, sent: list[int], got: lis
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = None) -> Tensor:
     """As functional.all_reduce."""
+    checked_op(op, x)
     return _landed(x if group.size == 1 else _all_reduce(x.detach(), op, group.handle), x, out)
 
 
@@ -118,6 +118,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | Non
 
 def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes: Sequence[int] | None = None) -> Tensor:
     """As functional.reduce_scatter."""
+    checked_op(op, x)
     dim = checked_dim(x, dim)
     sizes = checked_parts(x.shape[dim], group, sizes)
     return x if group.size == 1 else _reduce_scatter(x.detach(), dim, op, sizes, group.rank, group.handle)
@@ -137,9 +138,8 @@ def all_to_all(
     recv_sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """As functional.all_to_all."""
-    split_dim, concat_dim = checked_dim(x, split_dim), checked_dim(x, concat_dim)
-    sent = checked_parts(x.shape[split_dim], group, send_sizes)
-    got = checked_sizes(sent[group.rank], group, recv_sizes)
+    split_dim, concat_dim, sent, got = checked_exchange(x, group, split_dim, concat_dim, send_sizes, recv_sizes)
+    got = [] if recv_sizes is None else got  # all ranks must know that none are given: even ones can be so on one alone
     return x if group.size == 1 else _all_to_all(x.detach(), split_dim, concat_dim, sent, got, group.handle)
 
 

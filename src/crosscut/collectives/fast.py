@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from crosscut.collectives.select import Choice, Table, explain, table_for
+from crosscut.collectives.select import OPS, Choice, Table, explain, table_for
 from crosscut.distributed.mesh import Group
 from crosscut.env import Settings, settings, socket_folder
-from crosscut.errors import UsageError
+from crosscut.errors import UsageError, choose
 from crosscut.kernels.exchange import MOST_PREPARED, REDUCTIONS, TYPES, Exchange, Prepared
 from crosscut.kernels.launch import RANKS
 from crosscut.kernels.order import Aside
@@ -105,7 +105,11 @@ def fast(group: Group) -> Fast | None:
 
 
 def choice(op: str, nbytes: int, group: Group) -> Choice:
-    """What carries ``nbytes`` (of the whole tensor) of ``op`` on this group, and why."""
+    """What carries ``nbytes`` (of the whole tensor) of ``op`` on this group, and why.
+
+    Raises UsageError (``bad-option``) on an ``op`` that is no collective with a choice.
+    """
+    choose("collective", op, OPS)
     found = fast(group)
     return explain(op, nbytes, found.table if found else None, group.backend, group.cache.get("why", ""))
 
@@ -184,7 +188,7 @@ def _obstacle(group: Group, wanted: str) -> str:
     if torch.cuda.get_device_capability(group.device) < (8, 0):
         return "the kernels need compute capability 8.0 or newer"
     try:
-        import cuda.bindings  # noqa: F401
+        from cuda.bindings import driver, nvrtc  # noqa: F401
     except ImportError:
         return "cuda-bindings is not installed"
     return ""
@@ -248,6 +252,8 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = No
         if ready is not None:
             if out is None:
                 out = ready.result(x)
+            elif out is not x:
+                _overwritten(out)
             found.exchange.reduce(ready.launch, x, out)
             return out
     if out is not x or op != "sum" or group.backend != "nccl" or (found is not None and found.exchange.is_aside):
@@ -258,8 +264,8 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = No
 def _nccl_in_place(x: Tensor, group: Group) -> Tensor | None:
     """The process group's own call, past the Python of dist.all_reduce, which takes longer than the rest."""
     process_group = group.process_group
-    if process_group is None or not x.is_contiguous() or x.is_neg() or x.is_complex():
-        return None  # NCCL knows no complex numbers: dist.all_reduce makes pairs of them
+    if process_group is None or x.get_device() != group.device.index or not x.is_contiguous() or x.is_neg() or x.is_complex():
+        return None  # for the checks; and NCCL knows no complex numbers: dist.all_reduce makes pairs of them
     work = process_group.allreduce([x], _SUM)
     if work is not None:  # NCCL gives none for a call on the caller's stream
         work.wait()
@@ -323,8 +329,8 @@ def broadcast(x: Tensor, group: Group, src: int = 0, out: Tensor | None = None) 
     algorithm = found.algorithm("broadcast", x.nbytes, x.nbytes)
     if algorithm is None:
         return None
-    if out is not None and not out.is_inference():  # whoever kept a weight's version (kernels/skinny.py) sees that it changed
-        torch.autograd.graph.increment_version(out)
+    if out is not None:
+        _overwritten(out)
     return found.exchange.broadcast(x, torch.empty_like(x) if out is None else out, src, algorithm)
 
 
@@ -367,9 +373,9 @@ def all_reduce_norm(
     """As functional.all_reduce_norm, for rows of whole 16-byte vectors that fit the lanes."""
     others = [t for t in (residual, weight, bias, norm_bias) if t is not None]
     found = fast(group)
-    if found is None or not joins_norm(x, group) or not found.plain(x, residual):
+    if found is None or not joins_norm(x, group) or not found.plain(x):
         return None
-    if any(t.dtype != x.dtype or not t.is_contiguous() for t in others):
+    if any(t.dtype != x.dtype or not found.plain(t) for t in others):
         return None
     out, residual_out = torch.empty_like(x), torch.empty_like(x)
     rows = (-1, x.shape[-1])
@@ -386,6 +392,12 @@ def joins_norm(x: Tensor, group: Group) -> bool:
     if found is None or not x.is_cuda or x.dtype not in TYPES or width % 16 or width > 65536:
         return False
     return found.algorithm("all_reduce", x.nbytes, x.nbytes) == "lanes"
+
+
+def _overwritten(out: Tensor) -> None:
+    """Whoever kept the version of ``out``, such as autograd or kernels/skinny.py of a weight, sees that it changed."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
 
 
 def _even(sizes: Sequence[int] | None, each: int, group: Group) -> bool:

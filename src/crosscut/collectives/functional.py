@@ -18,9 +18,9 @@ from torch import Tensor
 
 from crosscut.collectives import compiled, fast
 from crosscut.collectives.call import Plan, collective, plain_collective
-from crosscut.collectives.checks import checked_dim, checked_out, checked_parts, checked_sizes
+from crosscut.collectives.checks import checked_dim, checked_exchange, checked_op, checked_out, checked_parts, checked_sizes
 from crosscut.distributed.mesh import Group
-from crosscut.errors import UsageError, choose
+from crosscut.errors import UsageError
 
 _OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -29,6 +29,12 @@ _OPS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
 }
+
+_CARRIED = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+}
+"""What both NCCL and gloo move as it is."""
 
 # torch 2.13 renamed these two; 2.11 knows the old names alone
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,7 +49,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = No
     Raises UsageError: ``bad-option`` on an unknown op, ``bad-dtype`` on an average of whole numbers, ``bad-shape`` or
     ``bad-dtype`` when ``out`` is not like ``x``.
     """
-    _checked_op(op, x)
+    checked_op(op, x)
     checked_out(x, out)
     if group.size == 1:
         return Plan(group, x, lambda: _into(x, out))
@@ -78,7 +84,7 @@ def all_gather(x: Tensor, group: Group, dim: int = 0, sizes: Sequence[int] | Non
     whole = torch.empty((group.size * padded.shape[0], *padded.shape[1:]), dtype=x.dtype, device=x.device)
 
     def issue(send: Tensor, receive: Tensor, async_op: bool) -> dist.Work | None:
-        return all_gather_single(receive, send, group=group.process_group, async_op=async_op)
+        return all_gather_single(_carried(receive), _carried(send), group=group.process_group, async_op=async_op)
 
     def finish() -> Tensor:
         stacked = whole.view(group.size, *padded.shape)
@@ -97,7 +103,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes
     Raises UsageError: ``bad-size`` when the dim is not there or cannot be dealt, ``bad-option`` on an unknown op,
     ``bad-dtype`` on an average of whole numbers.
     """
-    _checked_op(op, x)
+    checked_op(op, x)
     dim = checked_dim(x, dim)
     parts = checked_parts(x.shape[dim], group, sizes)
     if group.size == 1:
@@ -134,7 +140,7 @@ def broadcast(x: Tensor, group: Group, src: int = 0, out: Tensor | None = None) 
     buffer, in_place = _buffer(x, out)
 
     def issue(send: Tensor, _: Tensor, async_op: bool) -> dist.Work | None:
-        return dist.broadcast(send, src=group.ranks[src], group=group.process_group, async_op=async_op)
+        return dist.broadcast(_carried(send), src=group.ranks[src], group=group.process_group, async_op=async_op)
 
     def finish() -> Tensor:
         return x if in_place else _landed(buffer, out)
@@ -160,29 +166,22 @@ def all_to_all(
     need both, and one dim for splitting and joining, since each rank must know what comes.
     Raises UsageError (``bad-size``) when a dim is not there or sizes do not fit.
     """
-    split_dim, concat_dim = checked_dim(x, split_dim), checked_dim(x, concat_dim)
-    if (send_sizes is None) != (recv_sizes is None) or (send_sizes is not None and split_dim != concat_dim):
-        raise UsageError(
-            f"send_sizes {send_sizes} and recv_sizes {recv_sizes} with split_dim {split_dim} and concat_dim {concat_dim}",
-            code="bad-size",
-            fix="give both sizes and one dim for splitting and joining, or neither for equal parts",
-        )
-    sent = checked_parts(x.shape[split_dim], group, send_sizes)
-    got = checked_sizes(sent[group.rank], group, recv_sizes)
+    split_dim, concat_dim, sent, got = checked_exchange(x, group, split_dim, concat_dim, send_sizes, recv_sizes)
     if group.size == 1:
         return Plan(group, x, lambda: x)
     source = _dense(x.movedim(split_dim, 0))
     target = torch.empty((sum(got), *source.shape[1:]), dtype=x.dtype, device=x.device)
 
     def issue(send: Tensor, receive: Tensor, async_op: bool) -> dist.Work | None:
-        return dist.all_to_all_single(receive, send, got, sent, group=group.process_group, async_op=async_op)
+        ranks = group.process_group
+        return dist.all_to_all_single(_carried(receive), _carried(send), got, sent, group=ranks, async_op=async_op)
 
     def finish() -> Tensor:
         if split_dim == concat_dim:
             return target.movedim(0, split_dim)
         return torch.cat([part.movedim(0, split_dim) for part in target.split(got)], concat_dim)
 
-    kernels = fast.all_to_all_into if len({*sent, *got}) == 1 else None
+    kernels = fast.all_to_all_into if send_sizes is None else None  # given, they may be even on this rank alone
     return Plan(group, source, finish, issue, target, f"dims {split_dim}, {concat_dim}", kernels)
 
 
@@ -195,7 +194,7 @@ def send(x: Tensor, group: Group, dst: int, tag: int = 0) -> Plan:
     _peer("dst", dst, group, not_me=True)
 
     def issue(buffer: Tensor, _: Tensor, async_op: bool) -> dist.Work | None:
-        return dist.isend(buffer, dst=group.ranks[dst], group=group.process_group, tag=tag)
+        return dist.isend(_carried(buffer), dst=group.ranks[dst], group=group.process_group, tag=tag)
 
     return Plan(group, _dense(x), lambda: x, issue, target=x.new_empty(0), detail=f"dst {dst}")  # nothing comes back
 
@@ -210,7 +209,7 @@ def recv(out: Tensor, group: Group, src: int, tag: int = 0) -> Plan:
     buffer = out if _as_it_lies(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
 
     def issue(receive: Tensor, _: Tensor, async_op: bool) -> dist.Work | None:
-        return dist.irecv(receive, src=group.ranks[src], group=group.process_group, tag=tag)
+        return dist.irecv(_carried(receive), src=group.ranks[src], group=group.process_group, tag=tag)
 
     return Plan(group, buffer, lambda: out if out is buffer else out.copy_(buffer), issue, detail=f"src {src}")
 
@@ -233,11 +232,11 @@ def all_reduce_norm(
     Raises UsageError (``bad-shape``) when the shapes do not fit.
     """
     hidden = x.shape[-1:]
-    if residual.shape != x.shape or any(t is not None and t.shape != hidden for t in (weight, bias, norm_bias)):
+    if not hidden or residual.shape != x.shape or any(t is not None and t.shape != hidden for t in (weight, bias, norm_bias)):
         raise UsageError(
             f"x {list(x.shape)}, residual {list(residual.shape)} and weights {list(weight.shape)} do not fit",
             code="bad-shape",
-            fix="residual must have x's shape, and weight, bias and norm_bias the size of its last dim",
+            fix="x needs a dim, residual must have x's shape, and weight, bias and norm_bias the size of its last dim",
         )
     if torch.compiler.is_dynamo_compiling() and group.size > 1:
         return compiled.all_reduce_norm(x, residual, weight, group, eps, bias, norm_bias, layer_norm)
@@ -268,16 +267,14 @@ def barrier(group: Group) -> None:
         fast.check(group)
 
 
-def _checked_op(op: str, x: Tensor) -> None:
-    if op not in _OPS:
-        choose("reduce op", op, _OPS)
-    if op == "avg" and not (x.is_floating_point() or x.is_complex()):  # NCCL would cut it, gloo's way raise after the fact
-        raise UsageError(f"an average of {x.dtype}", code="bad-dtype", fix="take the sum, or convert to a floating dtype")
-
-
 def _as_it_lies(x: Tensor) -> bool:
     """Whether the memory of ``x`` holds its elements, dense and in order: torch conjugates and negates lazily."""
     return x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
+def _carried(x: Tensor) -> Tensor:
+    """``x``, which is dense, as what NCCL and gloo can move: they refuse some dtypes, such as int16, but nobody's bytes."""
+    return x if x.dtype in _CARRIED else x.unsqueeze(-1).view(torch.uint8)
 
 
 def _dense(x: Tensor) -> Tensor:

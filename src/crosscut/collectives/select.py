@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def table_for(machine: Sequence[str], world: int) -> Table:
     if settings().collectives == "kernels":
         return forced(world)
     path = tuned_path(machine, world)
-    return _read(path) if path.exists() else shipped(world)
+    return _read(path) if os.path.exists(path) else shipped(world)  # Path.exists raises where it may not look
 
 
 def _read(path: Path) -> Table:
@@ -101,7 +102,7 @@ def _read(path: Path) -> Table:
             if sizes != sorted(set(sizes)) or not names <= set(ALGORITHMS[op]):
                 raise ValueError(f"classes of {op}: {found}")
         return Table(classes, f"measured on this machine on {data['measured']} ({path})")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise UsageError(
             f"the table of measured sizes {str(path)!r} cannot be used: {type(error).__name__}: {error}",
             code="file-unreadable",

@@ -128,8 +128,10 @@ def make_mesh(tp: int | None = None, dp: int | None = None, device: torch.device
 
 def _sizes(world: int, tp: int | None, dp: int | None) -> tuple[int, int]:
     for name, size in (("tp", tp), ("dp", dp)):
-        if size is not None and size < 1:
-            raise UsageError(f"{name}={size} is not a group size", code="tp-mismatch", fix="give a whole number of at least 1")
+        if size is not None and (not hasattr(size, "__index__") or size < 1):
+            raise UsageError(
+                f"{name}={size!r} is not a group size", code="tp-mismatch", fix="give a whole number of at least 1"
+            )
     known = (tp or 1) * (dp or 1)
     if world % known or (tp is not None and dp is not None and known != world):
         asked = " x ".join(f"{name}={size}" for name, size in (("tp", tp), ("dp", dp)) if size is not None)
