@@ -28,7 +28,7 @@ class Plan:
     """One collective, ready to be issued.
 
     ``issue(send, receive, async_op)`` hands contiguous buffers to the library and returns its work handle; ``receive``
-    is ``send`` itself when ``target`` is None (in place). ``kernels(send, group, receive)`` hands them to crosscut's kernels
+    is ``send`` itself when ``target`` is None (in place). ``kernels(send, group, out=receive)`` hands them to our kernels
     instead and returns ``receive``, or None where those do not serve. ``finish`` shapes the result when the work is done.
     ``issue`` None: nothing travels.
     """
@@ -39,7 +39,7 @@ class Plan:
     issue: Callable[[Tensor, Tensor, bool], dist.Work | None] | None = None
     target: Tensor | None = None
     detail: str = ""
-    kernels: Callable[[Tensor, Group, Tensor], Tensor | None] | None = None
+    kernels: Callable[..., Tensor | None] | None = None
 
 
 class Work(Protocol):
@@ -160,9 +160,9 @@ def _issue(plan: Plan, async_op: bool) -> Pending:
     checked_place(source, plan.group)
     if plan.kernels is not None:
         if not async_op:
-            if plan.kernels(send, plan.group, receive) is not None:
+            if plan.kernels(send, plan.group, out=receive) is not None:
                 return Pending(None, finish, ())
-        elif (begun := aside(plan.kernels, send, plan.group, (receive,), {})) is not None:
+        elif (begun := aside(plan.kernels, send, plan.group, (), {"out": receive})) is not None:
             return Pending(begun[1], finish, ())
     if plan.group.backend == "gloo" and source.device.type != "cpu":  # gloo's ranks meet in host memory
         send, receive, finish = _through_host(source, target, finish)

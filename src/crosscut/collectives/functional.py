@@ -9,6 +9,7 @@ every collective). A group of one never communicates. All ranks of the group mak
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,10 +64,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum", out: Tensor | None = No
         result = buffer.div_(group.size) if averaged else buffer
         return x if in_place else _landed(result, out)
 
-    def kernels(x: Tensor, group: Group, out: Tensor) -> Tensor | None:
-        return fast.all_reduce(x, group, op, out)
-
-    return Plan(group, buffer, finish, issue, detail=op, kernels=kernels)
+    return Plan(group, buffer, finish, issue, detail=op, kernels=partial(fast.all_reduce, op=op))
 
 
 @collective(fast.all_gather, compiled.all_gather)
@@ -120,10 +118,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int = 0, op: str = "sum", sizes
         part = mine.narrow(dim, 0, parts[group.rank])
         return part.div_(group.size) if averaged else part
 
-    def kernels(x: Tensor, group: Group, out: Tensor) -> Tensor | None:
-        return fast.reduce_scatter_into(x, group, out, op)
-
-    return Plan(group, stacked, finish, issue, mine, f"{op}, dim {dim}", kernels)
+    return Plan(group, stacked, finish, issue, mine, f"{op}, dim {dim}", partial(fast.reduce_scatter_into, op=op))
 
 
 @collective(fast.broadcast, compiled.broadcast)
@@ -145,10 +140,7 @@ def broadcast(x: Tensor, group: Group, src: int = 0, out: Tensor | None = None) 
     def finish() -> Tensor:
         return x if in_place else _landed(buffer, out)
 
-    def kernels(x: Tensor, group: Group, out: Tensor) -> Tensor | None:
-        return fast.broadcast(x, group, src, out)
-
-    return Plan(group, buffer, finish, issue, detail=f"src {src}", kernels=kernels)
+    return Plan(group, buffer, finish, issue, detail=f"src {src}", kernels=partial(fast.broadcast, src=src))
 
 
 @collective(fast.all_to_all, compiled.all_to_all)

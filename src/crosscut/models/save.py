@@ -23,7 +23,7 @@ from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError
 from crosscut.layers.shards import gather
 from crosscut.models.adapters import core_of
-from crosscut.models.agree import agree
+from crosscut.models.agree import agree, together
 from crosscut.models.layout import DEFAULT_SHARD, Layout, transformers_layout
 from crosscut.models.slots import Slot, slots_of, tensors_of
 from crosscut.models.stream import refuse_fixed, write_stream
@@ -43,15 +43,8 @@ def save_pretrained(model: Any, directory: str | Path, mesh: Mesh, max_shard_siz
     ``parameter-missing`` (names that cannot be told). What the first rank's disk refuses is an OSError there and a RankError
     on the others.
     """
-    target, error, layout, slots = Path(directory).resolve(), None, None, {}
-    try:
-        layout = _layout(model, max_shard_size)
-        slots = {slot.stored: slot for slot in _slots(model, layout, mesh)}
-        _check(model, target)
-    except Exception as raised:
-        error = raised
-    agree(mesh, error)
-    assert layout is not None
+    target, error = Path(directory).resolve(), None
+    layout, slots = together(mesh, lambda: _ready(model, target, mesh, max_shard_size))
     wholes = _wholes(slots, layout, mesh)
     if mesh.rank == 0:
         try:
@@ -62,6 +55,14 @@ def save_pretrained(model: Any, directory: str | Path, mesh: Mesh, max_shard_siz
         pass
     agree(mesh, error)
     return target
+
+
+def _ready(model: Any, target: Path, mesh: Mesh, max_shard_size: int | str | None) -> tuple[Layout, dict[str, Slot]]:
+    """The files to write and what of this rank goes into them; raises where the save could not be finished."""
+    layout = _layout(model, max_shard_size)
+    slots = {slot.stored: slot for slot in _slots(model, layout, mesh)}
+    _check(model, target)
+    return layout, slots
 
 
 def _layout(model: Any, max_shard_size: int | str | None) -> Layout:

@@ -17,7 +17,7 @@ from crosscut.distributed.mesh import Mesh
 from crosscut.errors import UsageError
 from crosscut.model_config import CONFIG, ModelConfig
 from crosscut.models import import_extra
-from crosscut.models.agree import agree
+from crosscut.models.agree import together
 from crosscut.models.gguf import open_gguf
 from crosscut.models.stream import NAMES
 from crosscut.sharding import Family
@@ -53,19 +53,13 @@ def locate(name: str | Path, mesh: Mesh, revision: str | None = None) -> Path:
     Of a repository only config, tokenizer and safetensors files are fetched, each once a host: the hub's library locks them.
     Raises UsageError (``file-missing``) when there is neither.
     """
-    path, error = Path(name), None
-    if not path.exists():
-        try:
-            if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name)):
-                raise _nowhere(str(name), "it is no name of the hub either")
-            path = _download(str(name), revision)
-        except UsageError as raised:
-            error = raised
-    agree(mesh, error)
-    return path
+    path = Path(name)
+    return together(mesh, lambda: path if path.exists() else _download(str(name), revision))
 
 
 def _download(name: str, revision: str | None) -> Path:
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        raise _nowhere(name, "it is no name of the hub either")
     try:
         hub = import_extra("huggingface_hub")
         return Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES), ignore_patterns=["*/*"]))
